@@ -19,8 +19,9 @@ OWN_LIMIT, TIME_OF_JOB = "the time limit", "the time of the job"  # as reasons t
 TIMES = 3.0  # the longest step and save: what is left for the last ones
 TO_GO_ON = "to go on from step "  # begins the note of an error that ends a run with a checkpoint
 ASKED = "mpipipe: asked to stop"
-UNLESS = (  # launchers send SIGTERM also to the ranks that are left when one has died
-    ", if all ranks are there and have the time; if not, --resume goes on from the newest checkpoint there is"
+UNLESS = (
+    ", if all ranks are there (launchers send it also to those that are left when one has died) and have the "
+    "time; if not, --resume goes on from the newest checkpoint there is"
 )
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 

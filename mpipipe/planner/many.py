@@ -13,8 +13,8 @@ import numpy as np
 
 from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.prediction import norm_seconds
-from mpipipe.planner.programs import program_for
-from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
+from mpipipe.planner.programs import order_of, program_for
+from mpipipe.planner.schedules import kept_micro_batches
 from mpipipe.planner.stages import Cuts, Ending, Ranges, StageTie, calls, in_order, remade_s, stage_ties
 from mpipipe.planner.walk import Ends, match, walk
 from mpipipe.values import RECVS, SENDS, Cluster, Costs, Float64, Op, Plan, Recompute
@@ -32,8 +32,7 @@ class Many:
         self.plan = replace(plan, layout=replace(layout, ranks=ranks, nodes=()))
         self.costs, self.factors = in_order(costs, layout.order), factors
         self._ranges = Ranges(costs, layout.receive_window, n_micro, plan.numerics.tied)
-        order = SCHEDULES[layout.schedule](layout.n_stages, n_micro)
-        self._kept = kept_micro_batches(order)
+        self._kept = kept_micro_batches(order_of(self.plan.layout, n_micro))
         self._endings = dict[tuple[int, Recompute], Ending]()
         kinds = ("fwd_s", "bwd_input_s", "bwd_weight_s", "split_s")
         seconds = np.array([costs.columns[kind] for kind in kinds])

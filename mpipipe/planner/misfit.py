@@ -37,17 +37,19 @@ def _though(problem: Problem) -> str:
 def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     if problem.memory.min() < 0:  # before any weight
         return f"no number of ranks would do: {MORE_MEMORY}"
+    first = "" if "full" in problem.modes else "set pipeline.recompute=auto; without it "
     try:
-        enough = _enough_stages(problem, schedule, n_micro)
+        enough, surely = _enough_stages(problem, schedule, n_micro)
     except PlanError:  # a schedule of the user's, which refuses so many stages
-        return f"use more ranks{'' if finest else f' or {SMALLER}'}, or {MORE_MEMORY}"
+        return f"{first}use more ranks{'' if finest else f' or {SMALLER}'}, or {MORE_MEMORY}"
     if enough is None:
-        return f"no number of ranks would do: {MORE_MEMORY}{'' if finest else f', or use {SMALLER}'}"
+        none = "no number of ranks would do" if surely else "more ranks may not do"
+        return f"{first}{none}: {MORE_MEMORY}{'' if finest else f', or use {SMALLER}'}"
     least = size_text(int(problem.memory.min()))
+    what = "that is the least that would do" if surely else "so many would do, and fewer may"
     return (
-        f"start {enough * problem.costs.copies} ranks: that is the least that would do{_though(problem)}, "
-        f"with the {least} each "
-        "that the smallest rank has for a stage"
+        f"{first}start {enough * problem.costs.copies} ranks: {what}{_though(problem)}, with the {least} "
+        "each that the smallest rank has for a stage"
     )
 
 
@@ -70,25 +72,33 @@ def misfit(problem: Problem) -> tuple[int, int, int, int]:
     return stage, first, end, short
 
 
-def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> int | None:
-    """Smallest number of stages that fits when every rank has the smallest rank's memory.
+def _enough_stages(problem: Problem, schedule: str, n_micro: int) -> tuple[int | None, bool]:
+    """Smallest number of stages that fits when every rank has the smallest rank's memory; and whether surely
+    none that is smaller does.
 
-    Stages are counted from the end, where the live stash does not depend on how many come before
-    (true of the built-in schedules, and tested; for others the answer is an estimate), so that one
-    sweep answers for all counts. Raises PlanError where the schedule refuses as many stages as groups.
+    Stages are counted from the end, where in most schedules the stashes do not depend on how many come
+    before, so that one sweep answers for all counts. In others, such as zb-h1, fewer stages keep less, and
+    fewer than are found may do. Raises PlanError where the schedule refuses as many stages as groups.
     """
     n_groups, count = len(problem.costs.groups), len(problem.live)
-    memory, found = int(problem.memory.min()), None
+    memory, surely, before = int(problem.memory.min()), True, problem.kept[::-1]
     while True:
         count = min(2 * count, n_groups)
         order = SCHEDULES[schedule](count, n_micro)
         kept = kept_micro_batches(order)[::-1]
+        surely, before = surely and _alike(before, kept), kept
         if problem.compilable:
             found = problem.compiled().least_stages(most_whole(kept), memory)
         else:
             found = least_stages(problem, kept, memory)
         if found is not None or count == n_groups:
-            return found
+            return found, surely
+
+
+def _alike(fewer: Int64, more: Int64) -> bool:
+    """Whether the last stages keep the same in both, as of `kept_micro_batches`, from the last stage on."""
+    pairs = zip(fewer.tolist(), more.tolist(), strict=False)
+    return all({*map(tuple, a)} == {*map(tuple, b)} for a, b in pairs)
 
 
 def least_stages(problem: Problem, kept: Int64, memory: int) -> int | None:

@@ -139,13 +139,15 @@ def _others(many: Many, ours: Cuts, most: int) -> list[Cuts]:
 
 
 def _least_bottleneck(many: Many, factors: Float64) -> Cuts | None:
-    """None where no cut fits by the memory of `partition`, which is a little above what is simulated."""
+    """None where no cut fits by the memory of `partition`, which is a little above what is simulated, or
+    where it does not with the plan's own order."""
     numerics, layout = many.plan.numerics, many.plan.layout
     try:
-        return partition(
+        cuts = partition(
             drawn_costs(many.costs, factors), numerics.micro_batches, layout.schedule, layout.n_stages,
             layout.receive_window, numerics.tied, explain=False,
             recompute="auto" if layout.recompute else "none",
         ).cuts  # fmt: skip
     except PlanError:
         return None
+    return cuts if many.fits(cuts, range(layout.n_stages)) else None

@@ -27,6 +27,7 @@ Messages = tuple[list[float], list[float], list[Use]]
 _FEW = 12  # policies, for each stage of a rank, by which cuts are compared: the best ones of the first cuts
 _FIRST = 0.25, 0.5, 0.8, 1.2, 1.5  # beside an even share: where cuts are looked for
 _MOST_MOVES = 1 << 16  # of cuts on the way from there, stages squared times groups: some seconds
+_MOST_TRIED = 1 << 21  # of cuts on the way, times stages and micro-batches: some ten seconds
 _ROUNDING = 1.0 - 1e-9  # of sums that are taken in another order
 _LEAST = {"zb-planned": "1f1b", "v-planned": "v-half", "interleaved-planned": "interleaved"}  # of memory
 
@@ -130,24 +131,26 @@ class Orders:
         return found
 
     def _moved(self, cuts: Cuts, first_s: Sequence[float], every: Sequence[Policy]) -> tuple[float, Cuts]:
-        """As `near`, from these on, whose seconds by each policy are `first_s`."""
+        """As `near`, from these on, whose seconds by each policy are `first_s`: the first move that gains is
+        made, few cuts before many, until none gains or `_MOST_TRIED` were looked at."""
         best = sorted(range(len(every)), key=first_s.__getitem__)[: _FEW * self._each]
         tried, took_s = [every[i] for i in best], {cuts: min(first_s)}
-        while True:
-            least_s = took_s[cuts]
-            moved = [
-                (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
-                for i, j in itertools.combinations(range(len(cuts) + 1), 2)
-                for by in (-2, -1, 1, 2)
-            ]
-            for other in moved:
-                if other not in took_s and are_cuts(len(self._costs.groups), other):
-                    took_s[other] = self._shortest_s(other, tried, least_s)
-                    least_s = min(least_s, took_s[other])
-            shortest = min(took_s, key=took_s.__getitem__)
-            if took_s[shortest] >= took_s[cuts] * (1 - 1e-9):
-                return took_s[cuts], cuts
-            cuts = shortest
+        spans = sorted(
+            itertools.combinations(range(len(cuts) + 1), 2), key=lambda span: (span[1] - span[0], span)
+        )
+        moves = [*itertools.product(spans, (-2, -1, 1, 2))]
+        most, since = _MOST_TRIED // (len(self._on) * self._n_micro), 0  # since the last gain
+        for (i, j), by in itertools.cycle(moves):
+            if since == len(moves) or len(took_s) > most:
+                break
+            since += 1
+            other = (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
+            if other in took_s or not are_cuts(len(self._costs.groups), other):
+                continue
+            took_s[other] = self._shortest_s(other, tried, took_s[cuts])
+            if took_s[other] < took_s[cuts] * (1.0 - 1e-9):
+                cuts, since = other, 0
+        return took_s[cuts], cuts
 
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
         """Of the order by each policy, and the update."""

@@ -189,7 +189,8 @@ def _check_memory(
         actions = [codes[codes[:, 0] <= Op.W, :3] for codes in timeline.program.codes]
         over = int(np.argmax(timeline.memory_bytes[rank] > has))
         before = int((timeline.program.codes[rank][:over, 0] <= Op.W).sum())
-        if own_order and base <= has and stashes(actions[rank], 1)[before] > 1:
+        kept = stashes(actions[rank], 1)[before : before + 1]  # none behind the last action
+        if own_order and base <= has and (kept > 1).any():
             ways_out = [f"do a backward of this rank sooner in {own_order}", *ways_out]
         moves = f"{', '.join(ways_out[:-1])}, or {ways_out[-1]}" if len(ways_out) > 1 else ways_out[0]
         raise PlanError(

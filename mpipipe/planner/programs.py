@@ -97,12 +97,12 @@ def _lowered(
     if train:
         check_copies(shape_of(layout), layout.n_ranks, numerics)
     check_nodes(layout, numerics)
-    schedule = replace(_order(layout, n_micro or numerics.micro_batches, train, order), nodes=layout.nodes)
+    schedule = replace(order_of(layout, n_micro or numerics.micro_batches, train, order), nodes=layout.nodes)
     return lower(schedule, stage_ties(ties, cuts), numerics.tied, layout.receive_window, train)
 
 
-def _order(layout: Layout, n_micro: int, train: bool, known: Schedule | None = None) -> Schedule:
-    """Its schedule, on its ranks; checked. known: of its actions."""
+def order_of(layout: Layout, n_micro: int, train: bool = True, known: Schedule | None = None) -> Schedule:
+    """Its schedule, on its ranks; checked. known: of its actions. Raises PlanError where there is none."""
     check_name(layout.schedule)
     place = {rank: i for i, rank in enumerate(dict.fromkeys(layout.order))}
 
@@ -111,13 +111,26 @@ def _order(layout: Layout, n_micro: int, train: bool, known: Schedule | None = N
             return forward_only(layout.n_stages, count, [place[rank] for rank in layout.order])
         if layout.actions and known is None:
             return _given_actions(layout, count)
-        schedule = known or build(layout.schedule, layout.n_stages, count, len(place))
+        schedule = known or built(layout.schedule, layout.n_stages, count, len(place), n_micro)
         check(schedule)
         return schedule
 
     shares = [len(share_of(copy, layout.n_copies, n_micro)) for copy in range(layout.n_copies)]
     of_count = {count: made(count) for count in set(shares)}
     return in_copies([of_count[count] for count in shares], layout.copies)
+
+
+def built(name: str, n_stages: int, count: int, n_ranks: int, n_micro: int) -> Schedule:
+    """By its name, for one replica. count: of micro-batches; n_micro: of all replicas. Raises PlanError where
+    it is not for so many."""
+    try:
+        return build(name, n_stages, count, n_ranks)
+    except PlanError as error:
+        if count == n_micro:
+            raise
+        raise PlanError(
+            f"of pipeline.micro_batches = {n_micro} a replica has {count}: {error} for each"
+        ) from error
 
 
 @lru_cache(maxsize=8)  # the same ones again and again, for another receive window or another tie

@@ -2,14 +2,14 @@
 
 A stage's recomputation changes the memory of its own rank alone, and the simulated step grows with the
 seconds of each stage: for given cuts and one stage per rank, the fastest mode that fits, stage by stage, has
-the shortest step. Of several stages on a rank, the combination with the fewest added seconds is taken; that
-no other has a shorter step is not claimed.
+the shortest step. Of a few stages on a rank, the combination with the fewest added seconds is taken; of more,
+one in which no stage alone could make less again. That no other has a shorter step is not claimed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpipipe.planner.copies import stages_in
@@ -18,7 +18,7 @@ from mpipipe.planner.simulate import message_bytes, rank_memory_bytes
 from mpipipe.planner.stages import stage_ties
 from mpipipe.values import RECOMPUTE, Costs, Layout, Program, Recompute, StageCost
 
-_MOST = 1 << 10  # combinations of modes on one rank that are looked at, beside those of one mode
+_MOST = 1 << 8  # combinations of modes on one rank up to which all of them are looked at
 
 
 def with_mode(layout: Layout, mode: Recompute) -> Layout:
@@ -45,15 +45,26 @@ def with_least(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
         mine = [stage for stage, on in enumerate(layout.order) if on == rank]
         if not too_full(mine[0]):
             continue
-        some = itertools.islice(itertools.product(RECOMPUTE, repeat=len(mine)), _MOST)
-        alike = ((mode,) * len(mine) for mode in RECOMPUTE)
-        tried = dict.fromkeys([*alike, *some])  # a set's order is another one in each process
+        every = len(RECOMPUTE) ** len(mine) <= _MOST
+        tried = itertools.product(RECOMPUTE, repeat=len(mine)) if every else _in_runs(len(mine))
         for modes in sorted(tried, key=lambda modes: _backward_s(of_mode, mine, modes)):
             for s, mode in zip(mine, modes, strict=True):
                 chosen[s] = mode
             if not too_full(mine[0]):
                 break
+        for s in mine if not every and not too_full(mine[0]) else ():
+            for mode in RECOMPUTE[: RECOMPUTE.index(chosen[s])]:
+                before, chosen[s] = chosen[s], mode
+                if not too_full(mine[0]):
+                    break
+                chosen[s] = before
     return replace(layout, recompute=tuple(chosen) if set(chosen) != {"none"} else ())
+
+
+def _in_runs(n: int) -> Iterable[tuple[Recompute, ...]]:
+    """Of n stages: the first ones, which keep most, with one mode, and the rest with another."""
+    pairs = itertools.product(RECOMPUTE, repeat=2)
+    return dict.fromkeys((first,) * k + (rest,) * (n - k) for first, rest in pairs for k in range(n))
 
 
 def wish_of(layout: Layout) -> Wish:

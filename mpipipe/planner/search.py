@@ -29,8 +29,8 @@ from mpipipe.planner.orders import Order, Orders
 from mpipipe.planner.partition import Wish, check_counts, check_stages, too_many
 from mpipipe.planner.placing import LEAST_GAIN, promising
 from mpipipe.planner.prediction import LIKE, dear, least_of, least_step_s, predict, predict_with
-from mpipipe.planner.programs import Failure, alone, cut_indices, program_for, with_window
-from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, build, homes_of, stages_on
+from mpipipe.planner.programs import Failure, alone, built, cut_indices, program_for, with_window
+from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.sizes import counted, multiples_beside
 from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
@@ -65,6 +65,8 @@ def make_plan(
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief, of an order that
     follows from costs: made for the cuts and ranks of `by_hand` alone; without it, for the first cuts. like:
     of two plans with such an order whose steps differ by less, that which is less `dear` is taken."""
+    if n_ranks > (there := len(costs.cluster.devices)):
+        raise PlanError(f"{n_ranks} ranks, and the costs are of {there}; plan for {there} at most")
     check_copies(n_copies, n_ranks, numerics)
     making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief, like)
     if isinstance(n_copies, int):
@@ -143,14 +145,7 @@ class _Making:
         """The rank of each stage, of those of one copy."""
         if self.schedule in PLANNED:
             return homes_of(self.schedule, n_ranks)
-        try:
-            return build(self.schedule, n_stages, n_micro, n_ranks).rank_of_stage
-        except PlanError as error:
-            if n_micro == (of_all := self.numerics.micro_batches):
-                raise
-            raise PlanError(
-                f"of pipeline.micro_batches = {of_all} a replica has {n_micro}: {error} for each"
-            ) from error
+        return built(self.schedule, n_stages, n_micro, n_ranks, self.numerics.micro_batches).rank_of_stage
 
     def _by_hand(self, ranks: tuple[tuple[int, ...], ...], starts: Sequence[Cuts]) -> list[Cuts]:
         """The best cuts of the order by hand that is never shorter; none where it does not fit."""

@@ -43,7 +43,7 @@ def test_one_walk_is_as_many_simulations(problem, schedule: str, tied: str) -> N
 
 
 @settings(max_examples=8)
-@given(problems("mixed"), st.sampled_from(["1f1b", "gpipe"]))
+@given(problems("mixed"), st.sampled_from(["1f1b", "gpipe", "zb-planned"]))
 @pytest.mark.slow
 def test_only_cuts_that_fit_are_tried(problem, schedule: str) -> None:
     """As `predict` says, or more carefully: it counts the receives that follow each other in the program."""

@@ -113,9 +113,25 @@ def test_the_text_of_the_error():
         partition(costs, 8, "1f1b", 2)
     assert str(caught.value) == (
         "stage 1 of 2 (rank 1, 50 bytes) cannot hold group 1 'head': 10 bytes short with schedule '1f1b' "
-        "and 8 micro-batches; no number of ranks would do: give more memory (a larger pipeline.memory_bytes, "
+        "and 8 micro-batches; set pipeline.recompute=auto; without it no number of ranks would do: "
+        "give more memory (a larger pipeline.memory_bytes, "
         "where it is set), or use smaller micro-batches (a larger pipeline.micro_batches)"
     )
+
+
+def test_where_fewer_stages_keep_less_the_least_number_is_not_claimed():
+    """zb-h1 keeps as many stashes on each stage as there are stages."""
+    groups = tuple(group(f"g{i}", param_bytes=6, stash_bytes=1) for i in range(12))
+    costs = Costs(groups, cluster([1.0] * 2, [110] * 2), (), 4.0, 0.0, "modelled", 0.0)
+    for schedule, said in (
+        ("1f1b", "start 3 ranks: that is the least that would do, with"),
+        ("zb-h1", r"start \d ranks: so many would do, and fewer may, with"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            partition(costs, 10, schedule, 2)
+    few = Costs(groups, cluster([1.0] * 2, [20] * 2), (), 4.0, 0.0, "modelled", 0.0)
+    with pytest.raises(PlanError, match="without it more ranks may not do: give more memory"):
+        partition(few, 10, "zb-h1", 2)
 
 
 def test_where_nothing_is_left_for_a_model_smaller_micro_batches_are_no_way_out():

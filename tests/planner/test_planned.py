@@ -194,6 +194,20 @@ def test_uneven_stages_on_a_rank_are_looked_at(monkeypatch: pytest.MonkeyPatch) 
     assert max(gains) > 1.01, gains
 
 
+def test_moves_of_cuts_end_when_enough_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = tuple(group(f"g{i}", 1 + i % 3, 2, 1 + i % 2) for i in range(24))
+    costs = Costs(groups, cluster([1.0] * 6, [HUGE] * 6), (), 4.0, 0.0, "measured", 0.0)
+    tried = list[float]()
+    looked = Orders._shortest_s
+    monkeypatch.setattr(Orders, "_shortest_s", lambda *given: tried.append(0.0) or looked(*given))
+    all_s = make_plan(costs, numerics(8), "zb-planned", 4, 6)[0].prediction.step_s
+    every, most = len(tried), 20
+    monkeypatch.setattr("mpipipe.planner.orders._MOST_TRIED", most * 6 * 8)
+    tried.clear()
+    assert make_plan(costs, numerics(8), "zb-planned", 4, 6)[0].prediction.step_s >= all_s
+    assert len(tried) <= most < every
+
+
 @pytest.mark.parametrize(("tied", "memory"), [("eager", 5400), ("per_use", 3700)])
 def test_memory_that_messages_of_ties_take_is_left_for_them(tied: str, memory: int) -> None:
     """Little of it: a gradient of the table for each use comes into a buffer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,7 +20,7 @@ from mpipipe.planner.misfit import MORE_MEMORY, SMALLER
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.problem import Problem
 from mpipipe.planner.recompute import with_least
-from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
+from mpipipe.planner.schedules import SCHEDULES, build, kept_micro_batches, to_lines
 from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.planner.stages import Ranges, bounds
 from mpipipe.values import (
@@ -236,6 +236,33 @@ def test_for_given_cuts_no_other_modes_have_a_shorter_step(
 
 
 # -- in the search -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.47, 0.85])
+def test_of_many_stages_on_a_rank_none_alone_could_make_less_again(share: float) -> None:
+    """Eight on each of two ranks, of which not all combinations are looked at."""
+    groups = tuple(
+        replace(group(f"g{i}", stash_bytes=1000), selective_share=0.1, selective_bytes=100) for i in range(16)
+    )
+    ranks = tuple((stage % 2,) for stage in range(16))
+    actions = to_lines(build("interleaved", 16, 4, 2))
+    layout = Layout(tuple(f"g{i}" for i in range(1, 16)), ranks, "interleaved-planned", 4, actions=actions)
+
+    def fits(memory: int, modes: Sequence[Recompute]) -> bool:
+        peaks = predict(costs(HUGE), replace(layout, recompute=tuple(modes)), program)[0].peak_bytes
+        return max(peaks) <= memory
+
+    def costs(memory: int) -> Costs:
+        return Costs(groups, cluster([1.0] * 2, [memory] * 2), (), 4.0, 0.0, "modelled", 0.0)
+
+    program = program_for(layout, numerics(4), (), costs(HUGE).names)
+    memory = int(share * max(predict(costs(HUGE), layout, program)[0].peak_bytes))
+    found = with_least(costs(memory), layout, range(1, 16), program).modes
+    assert fits(memory, found)
+    assert "none" in found
+    for stage, mode in enumerate(found):
+        for less in RECOMPUTE[: RECOMPUTE.index(mode)]:
+            assert not fits(memory, [*found[:stage], less, *found[stage + 1 :]])
 
 
 def test_stages_are_recomputed_where_memory_asks_for_it():

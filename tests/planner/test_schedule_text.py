@@ -137,6 +137,11 @@ def test_what_is_no_action_is_named(text, words):
         from_text(text, "x.csv")
 
 
+def test_any_number_of_leading_zeros_is_read():
+    zeros = "0" * 5000  # more digits than Python takes for a number
+    assert to_text(from_text(f"{zeros}F{zeros},{zeros}B0\n", "x.csv")) == to_text(from_text("0F0,0B0\n"))
+
+
 def test_an_order_of_a_function_has_no_larger_numbers_than_actions():
     with pytest.raises(
         PlanError, match="schedule 'mine', stage 1: 'F7' is of micro-batch 7, in an order of 4"

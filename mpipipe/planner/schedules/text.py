@@ -80,14 +80,15 @@ def _action(name: str, where: str, word: str, stage: int | None, count: int) -> 
         elif word.endswith("OVERLAP_F_B"):
             what = "write the forward and the backward in two cells"
         raise PlanError(f"{name}, {where}: {word!r} is no action; {what}")
-    for what, digits in (("stage", match[1]), ("micro-batch", match[3])):
-        number = digits.lstrip("0")
-        if len(number) > len(str(count)) or int(number or 0) >= count:
+    number = {what: digits.lstrip("0") for what, digits in (("stage", match[1]), ("micro-batch", match[3]))}
+    for what, digits in number.items():
+        if len(digits) > len(str(count)) or int(digits or 0) >= count:
             raise PlanError(
-                f"{name}, {where}: {word[:24]!r} is of {what} {number[:12]}, in an order of {count} actions; "
+                f"{name}, {where}: {word[:24]!r} is of {what} {digits[:12]}, in an order of {count} actions; "
                 "number stages and micro-batches from 0, without gaps"
             )
-    return Action(Op[match[2]], int(match[1] or stage or 0), int(match[3]))
+    of_stage = int(number["stage"] or 0) if match[1] else stage or 0
+    return Action(Op[match[2]], of_stage, int(number["micro-batch"] or 0))
 
 
 def _checked(name: str, rows: Sequence[Sequence[Action]], n_stages: int, n_micro: int) -> Schedule:
