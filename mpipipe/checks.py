@@ -24,7 +24,7 @@ CHOICES = {
     "unused": ("error", "keep"), "bits": ("torch", "fast"), "recover": ("restart", "mpi"),
     "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"), "bind": ("auto", "none"),
 }  # fmt: skip
-# Of whole numbers that may be 0, or not any number.
+# The least and the most, of whole numbers that are not just 1 at least.
 LIMITS: dict[str, tuple[int, float]] = {"mirror_every": (0, inf), "receive_window": (1, MOST_RECEIVES)}
 SAME_BITS = ("mpipipe::dropout", "mpipipe::embedding")  # with kernels and without, on any processor
 

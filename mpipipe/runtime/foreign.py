@@ -97,14 +97,13 @@ class ForeignUpdater:
         self.optimizer: TorchOptimizer | None = None
         self.scheduler: LRScheduler | None = None
         if self.params:  # torch refuses an empty list
-            made = self._make(factory)
-            self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
+            self.optimizer, self.scheduler = self._make(factory)
             self._check(self.optimizer)
             if self.params.keys() != weights.learning.keys():
                 self._check_alike(factory, weights.learning)
         self.kind = type(self.optimizer).__name__ if self.optimizer else ""
 
-    def _make(self, factory: Factory) -> Made:
+    def _make(self, factory: Factory) -> tuple[TorchOptimizer, LRScheduler | None]:
         try:
             made = factory(list(self.params.items()))
         except ValueError as error:
@@ -120,22 +119,23 @@ class ForeignUpdater:
                     "model with requires_grad_(False)"
                 ) from error
             raise
-        if not isinstance(made[0] if isinstance(made, tuple) and len(made) == 2 else made, TorchOptimizer):
+        optimizer, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(optimizer, TorchOptimizer):
             raise MpipipeError(
                 f"the optimizer factory returns {_kinds(made)}; return the optimizer, or (optimizer, "
                 "scheduler)"
             )
-        if isinstance(made[0] if isinstance(made, tuple) else made, torch.optim.LBFGS):
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise MpipipeError(
                 "the optimizer factory makes an LBFGS, which looks at all parameters at once and runs "
                 "forward by itself; a stage has its own only: use AdamW, SGD or another by parameter"
             )
-        if isinstance(made, tuple) and isinstance(made[1], ReduceLROnPlateau):
+        if isinstance(scheduler, ReduceLROnPlateau):
             raise MpipipeError(
                 "the optimizer factory makes a ReduceLROnPlateau, which needs a metric at each step; "
                 "schedulers are stepped here after every step, with none: use one that needs none"
             )
-        return made
+        return optimizer, scheduler
 
     def _twice(self, error: ValueError) -> list[str]:
         """The parameters that torch has just refused as already in a group, from its own variables."""
