@@ -17,7 +17,7 @@ SMALLER = "smaller micro-batches (a larger pipeline.micro_batches)"
 def no_cut_text(problem: Problem, schedule: str, n_micro: int, finest: bool) -> str:
     """Which stage cannot begin or finish, what it lacks at the least, and what would do."""
     stage, first, end, short = problem.compiled().misfit() if problem.compilable else misfit(problem)
-    names, device = problem.costs.groups, problem.costs.cluster.devices[stage]
+    names, device, least = problem.costs.groups, problem.costs.cluster.devices[stage], problem.nearest()[0]
     base = size_text(device.base_bytes)
     taken = f", of which {base} are taken before any weight" if device.base_bytes else ""
     what = f"group {first} {names[first].name!r}" + (
@@ -26,7 +26,8 @@ def no_cut_text(problem: Problem, schedule: str, n_micro: int, finest: bool) -> 
     return (
         f"stage {stage} of {len(problem.live)} (rank {stage}, {size_text(device.memory_bytes)}{taken}) "
         f"cannot hold {what}: {size_text(short)} short{_though(problem)} with schedule {schedule!r} and "
-        f"{n_micro} micro-batches; {_next_move(problem, schedule, n_micro, finest)}"
+        f"{n_micro} micro-batches, and every cut lacks {size_text(least)} or more on some rank; "
+        f"{_next_move(problem, schedule, n_micro, finest)}"
     )
 
 

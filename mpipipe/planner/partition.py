@@ -76,7 +76,7 @@ def nearest(
     kept = kept_micro_batches(build(schedule, n_stages, n_micro))
     ranges = Ranges(costs, receive_window, n_micro, tied)
     modes = RECOMPUTE if recompute == "auto" else (recompute,)
-    return Problem(costs, ranges, kept, modes).nearest()
+    return Problem(costs, ranges, kept, modes).nearest()[1]
 
 
 def check_counts(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> None:

@@ -100,14 +100,15 @@ class Problem:
             )
         )
 
-    def nearest(self) -> Cuts:
-        """Of which the rank that lacks most memory lacks least."""
+    def nearest(self) -> tuple[int, Cuts]:
+        """The cuts of which the rank that lacks most memory lacks least, and how much that is."""
 
         def lacking(low: int, end: int) -> Float64:
             ending = self.ranges.ending_at(end, low, self.modes[-1])
             return np.asarray(ending.memory_bytes(self.kept) - self.memory[:, None], np.float64)
 
-        return sweep(len(self.costs.groups), len(self.live), lacking, np.maximum)[1]
+        least, cuts = sweep(len(self.costs.groups), len(self.live), lacking, np.maximum)
+        return int(least[-1, -1]), cuts
 
     def swept(self, lower_bound_s: float, in_numpy: bool = compiled is None) -> tuple[float, Cuts] | None:
         """The bottleneck and the cuts by both sweeps; None where nothing fits."""

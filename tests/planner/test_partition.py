@@ -85,12 +85,38 @@ def test_the_missing_bytes_are_exact(problem, schedule):
     assert after is None or after[0] > stage
 
 
-def _misfit(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> tuple[int, str, int] | None:
+@settings(max_examples=20, deadline=None)
+@given(problems(memory="tight"), SCHEDULE)
+@pytest.mark.slow
+def test_what_every_cut_lacks_is_exact(problem, schedule):
+    """With so much more on each rank some cut fits, with a byte less none."""
+    costs, n_stages, n_micro = problem
+    error = _refused(costs, n_micro, schedule, n_stages)
+    assume(error is not None)
+    said = re.search(r"every cut lacks (\d+) bytes? or more on some rank", str(error))
+    assert said, error
+
+    def with_more(nbytes: int) -> Costs:
+        other = costs
+        for rank in range(n_stages):
+            other = _with_more(other, rank, nbytes)
+        return other
+
+    assert _refused(with_more(int(said[1])), n_micro, schedule, n_stages) is None
+    assert _refused(with_more(int(said[1]) - 1), n_micro, schedule, n_stages) is not None
+
+
+def _refused(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> str | None:
     try:
         partition(costs, n_micro, schedule, n_stages)
     except PlanError as caught:
-        error = str(caught)
-    else:
+        return str(caught)
+    return None
+
+
+def _misfit(costs: Costs, n_micro: int, schedule: str, n_stages: int) -> tuple[int, str, int] | None:
+    error = _refused(costs, n_micro, schedule, n_stages)
+    if error is None:
         return None
     found = re.match(r"stage (\d+) .* cannot hold (.*): (\d+) bytes? short", error)
     assert found, error
@@ -113,9 +139,10 @@ def test_the_text_of_the_error():
         partition(costs, 8, "1f1b", 2)
     assert str(caught.value) == (
         "stage 1 of 2 (rank 1, 50 bytes) cannot hold group 1 'head': 10 bytes short with schedule '1f1b' "
-        "and 8 micro-batches; set pipeline.recompute=auto; without it no number of ranks would do: "
-        "give more memory (a larger pipeline.memory_bytes, "
-        "where it is set), or use smaller micro-batches (a larger pipeline.micro_batches)"
+        "and 8 micro-batches, and every cut lacks 10 bytes or more on some rank; set "
+        "pipeline.recompute=auto; without it no number of ranks would do: give more memory (a larger "
+        "pipeline.memory_bytes, where it is set), or use smaller micro-batches (a larger "
+        "pipeline.micro_batches)"
     )
 
 
