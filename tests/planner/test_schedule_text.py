@@ -173,9 +173,9 @@ def test_a_file_is_a_schedule_of_its_numbers(registered):
         with pytest.raises(PlanError) as caught:
             SCHEDULES["mine.csv"](n_stages, n_micro)
         assert str(caught.value) == (
-            f"mine.csv: is for 2 ranks and 2 micro-batches, here each replica has {n_stages} and {n_micro}; "
-            "start 2 ranks with pipeline.micro_batches=2 (both times the replicas), or write an order for "
-            f"{n_stages} and {n_micro}"
+            "mine.csv: is written for 2 ranks and 2 micro-batches, and a replica has "
+            f"{n_stages} ranks and {n_micro} here; start 2 ranks with pipeline.micro_batches=2 (of two "
+            f"replicas twice as many of both), or write an order for {n_stages} and {n_micro}"
         )
     with pytest.raises(PlanError, match=r"mine\.csv: is of 2 stages, here are 4; cut the model into 2, or "):
         SCHEDULES["mine.csv"](4, 2, 2)

@@ -130,9 +130,10 @@ def register_text(name: str, text: str) -> None:
         ranks, here, micro = counted(len(schedule.codes), "rank"), n_ranks or n_stages, schedule.n_micro
         if (len(schedule.codes), micro) != (here, n_micro):
             raise PlanError(
-                f"{name}: is for {ranks} and {micro} micro-batch{'es' * (micro != 1)}, here each replica has "
-                f"{here} and {n_micro}; start {ranks} with pipeline.micro_batches={micro} (both times the "
-                f"replicas), or write an order for {here} and {n_micro}"
+                f"{name}: is written for {ranks} and {micro} micro-batch{'es' * (micro != 1)}, and a replica "
+                f"has {counted(here, 'rank')} and {n_micro} here; start {ranks} with "
+                f"pipeline.micro_batches={micro} (of two replicas twice as many of both), or write an order "
+                f"for {here} and {n_micro}"
             )
         if n_stages != schedule.n_stages:
             raise PlanError(
