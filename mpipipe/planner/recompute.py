@@ -52,7 +52,9 @@ def with_least(costs: Costs, layout: Layout, cuts: Sequence[int], program: Progr
                 chosen[s] = mode
             if not too_full(mine[0]):
                 break
-        for s in mine if not every and not too_full(mine[0]) else ():
+        if every or too_full(mine[0]):
+            continue
+        for s in mine:
             for mode in RECOMPUTE[: RECOMPUTE.index(chosen[s])]:
                 before, chosen[s] = chosen[s], mode
                 if not too_full(mine[0]):

@@ -190,6 +190,21 @@ def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
         make_plan(costs, fast(8), "zb-planned", 4, 3, 3)
 
 
+@pytest.mark.parametrize(("n_ranks", "copies"), [(4, 2), (3, (2, 1))])
+def test_copies_on_more_ranks_than_there_are_costs_of_are_refused(n_ranks: int, copies: Copies) -> None:
+    with pytest.raises(PlanError, match=f"{n_ranks} ranks, and the costs are of 2; plan for 2 at most"):
+        make_plan(uniform(8, 2), fast(8), "1f1b", 4, n_ranks, copies)
+
+
+def test_a_share_that_a_schedule_refuses_is_told_as_that_of_a_replica() -> None:
+    """Three micro-batches go round three ranks, the two of the other copy do not."""
+    said = (
+        r"of pipeline\.micro_batches = 5 a replica has 2: schedule 'interleaved': 2 micro-batches on 3 ranks"
+    )
+    with pytest.raises(PlanError, match=said):
+        make_plan(uniform(8, 6), fast(5), "interleaved", 4, 6, 2)
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 8, 12])
 def test_sums_of_blocks_are_what_the_memory_model_holds(blocks: int) -> None:
     """Beside a weight and a gradient; without optimizer state."""

@@ -205,7 +205,7 @@ def test_many_ranks_are_searched_within_the_work_that_is_allowed(monkeypatch):
 
 def test_more_stages_than_there_can_be_are_refused():
     costs = two_nodes(1e9, 8.0, (1.0, 2.0, 1.0, 1.0))
-    with pytest.raises(PlanError, match="5 ranks, and the costs are of 4; plan for 4"):
+    with pytest.raises(PlanError, match="5 stages but only 4 ranks"):
         planned(costs, 5)
     with pytest.raises(PlanError, match=r"4 stages, .* cut into 3 parts at most"):
         planned(replace(costs, groups=costs.groups[:3]), 4)

@@ -137,6 +137,17 @@ def test_what_is_no_action_is_named(text, words):
         from_text(text, "x.csv")
 
 
+def test_memory_that_lacks_behind_the_last_action_is_told(registered):
+    """What replicas exchange is too much there: no backward could come sooner."""
+    registered("mine.csv", "0F0,0B0\n")
+    groups = tuple(GroupCost(f"g{i}", 1.0, 1.0, 1.0, 10000, 10, 10, 1, 1) for i in range(2))
+    costs = Costs(groups, cluster([1.0] * 2, [45000] * 2), (), 4.0, 0.0, "modelled", 0.0, 0.0, 2)
+    numerics = Numerics(2, 1, 2, 2, 1, "torch", "mkl", "fp32", "per_use", {}, "", "", 0)
+    with pytest.raises(PlanError, match=r"5000 bytes short; set pipeline\.recompute=auto, or give") as caught:
+        make_plan(costs, numerics, "mine.csv", 1, 2, 2)
+    assert str(caught.value).splitlines()[-1].endswith("0B1  [end]  <-- here")
+
+
 def test_any_number_of_leading_zeros_is_read():
     zeros = "0" * 5000  # more digits than Python takes for a number
     assert to_text(from_text(f"{zeros}F{zeros},{zeros}B0\n", "x.csv")) == to_text(from_text("0F0,0B0\n"))

@@ -103,7 +103,6 @@ def test_a_parameter_in_two_groups_is_refused_by_name() -> None:
         run_local(1, lambda comm: trained(comm, twice, None))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "what"),
     [
@@ -121,6 +120,7 @@ def test_what_is_no_optimizer_is_refused(made: Callable[[Any], Any], what: str) 
         Run(factory, [list(NAMES)])
 
 
+@pytest.mark.slow
 def test_parameters_left_out_and_foreign_ones_are_refused() -> None:
     def short(named: list) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named][1:], lr=0.1)
