@@ -546,8 +546,9 @@ class Run:
         write_whole(self.run_dir / PERFETTO, lambda path: write_perfetto(path, timelines, sizes))
         if text is not None:
             write_text(self.run_dir / "sample.txt", text)
-            self.log.say(f"\nsample:\n{text}\n")
         write_text(self.run_dir / SUMMARY, to_json(report))  # last
+        if text is not None:
+            self.log.say(f"\nsample:\n{text}\n")
         found = truths(timelines)
         missed = f"\n{largest_miss(found)}" if found else ""
         self.log.say(f"{draw_texts(timelines, width=110)}{missed}\n\n{summary(report)}")

@@ -31,10 +31,11 @@ done
 on_nodes() { timeout "$1" srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c "$2"; }
 if [ "${MPIPIPE_STAGE:-}" = archive ] && [ -z "${MPIPIPE_CONTAINER:-}" ]; then # one file, not thousands per rank
     own=${TMPDIR:-/tmp}/mpipipe-$SLURM_JOB_ID python=("${python[0]%/bin/python}")
-    clean() { trap - EXIT; rm -f "$own.tar"; on_nodes 60 "rm -rf $own $own.copy" || true; }
+    printf -v there %q "$own" # for the shells of the nodes
+    clean() { trap - EXIT; rm -f "$own.tar"; on_nodes 60 "rm -rf $there $there.copy" || true; }
     trap clean EXIT
     tar -C "${python[0]}" -cf "$own.tar" . && sbcast -f "$own.tar" "$own.copy" && rm "$own.tar" &&
-        on_nodes 3600 "mkdir -p $own && tar -C $own -xf $own.copy && rm $own.copy" ||
+        on_nodes 3600 "mkdir -p $there && tar -C $there -xf $there.copy && rm $there.copy" ||
         fail "the archive did not reach the disk of each node: is there room in ${own%/*}?"
     python=("$own/bin/python")
 fi

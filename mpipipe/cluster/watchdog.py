@@ -372,7 +372,7 @@ def clear(run_dir: Path) -> None:
     """Before a run: what an earlier one left is kept as flight.before if it was explained, else removed."""
     folder, before = run_dir / FOLDER, run_dir / f"{FOLDER}.before"
     with suppress(OSError):
-        if (folder / DIAGNOSIS).exists():
+        if os.path.exists(folder / DIAGNOSIS):  # `Path.exists` raises where a file system fails for a moment
             shutil.rmtree(before, ignore_errors=True)
             folder.rename(before)
         shutil.rmtree(folder)

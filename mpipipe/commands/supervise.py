@@ -30,10 +30,10 @@ from mpipipe.commands import run
 from mpipipe.commands.arguments import positive
 from mpipipe.commands.asking import Asking
 from mpipipe.config import load
-from mpipipe.errors import LaunchError, MpipipeError
+from mpipipe.errors import CheckpointError, ConfigError, LaunchError, MpipipeError
 from mpipipe.planner.sizes import counted
 from mpipipe.report.metrics import last_step
-from mpipipe.state.resume import newest, read_state
+from mpipipe.state.resume import proven_damage, read_state, survey
 from mpipipe.state.rundir import FINISHED, METRICS, SUMMARY, create, forget, how_ended, make_latest, reopen
 
 LOOK_S = 1.0  # between two looks at a run
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Supervisor:
-    """One run, over all its starts. Raises ConfigError, LaunchError, CheckpointError."""
+    """One run, over all its starts. Raises ConfigError, LaunchError."""
 
     def __init__(
         self, options: argparse.Namespace, starter: Starter, environ: Mapping[str, str], asking: Asking
@@ -139,7 +139,9 @@ class Supervisor:
         self.names_folder, self.named = self.config.run.dir is None and here is None, False
         # a launcher knows the hosts of its Slurm job by itself, as long as all of them are there
         self.hosts, self.ranks = self.all_hosts if options.hosts else None, self.all_ranks
-        self.began_at, self.summary_before = _saved(self.run_dir), self._summary()
+        self.began_at = _saved(self.run_dir)
+        self.saved = self.began_at or 0
+        self.summary_before = self._summary()
 
     def _places(self) -> tuple[list[Host] | None, int | None]:
         """The hosts and the number of ranks; None is what the launcher knows by itself."""
@@ -187,8 +189,9 @@ class Supervisor:
                 self._forget()
                 return code
             about_hosts = self._look_for_hosts()
-            saved = _saved(self.run_dir)
-            step = max(last_step(self.run_dir / METRICS), saved)
+            if (saved := _saved(self.run_dir)) is None:
+                saved = self.saved
+            self.saved, step = saved, max(_told(self.run_dir), saved)
             wait_s, done = self.patience.failed(step), counted(step, "step")
             if wait_s is None:
                 tried = counted(self.patience.limit, "restart")
@@ -255,9 +258,8 @@ class Supervisor:
             if now - looked_at > PAUSE_S:  # the whole job was, as by `scontrol suspend`
                 sign_at, left_at, started_at = (at + now - looked_at for at in (sign_at, left_at, started_at))
             looked_at = now
-            if not linked and (self.run_dir / METRICS).exists():
-                make_latest(self.config, self.run_dir)
-                linked = True
+            if not linked and os.path.exists(self.run_dir / METRICS):
+                linked = self._linked()
             found = _sign_of_life(self.run_dir)
             if found is None or found != sign:
                 sign, sign_at = found, now
@@ -265,11 +267,20 @@ class Supervisor:
             if not (begun or may_wait) and now - started_at > START_S:
                 return f"no rank has begun within {START_S:.0f} s: look at network, nodes and disk"
             look_anew(self.run_dir / FOLDER)
-            if (self.run_dir / FOLDER / DIAGNOSIS).exists() or self._ended():
+            if os.path.exists(self.run_dir / FOLDER / DIAGNOSIS) or self._ended():
                 left_at = min(left_at, now)
             if now - sign_at > silent_s or now - left_at > LINGER_S:
                 return "no rank is there"
         return code
+
+    def _linked(self) -> bool:
+        try:
+            make_latest(self.config, self.run_dir)
+        except ConfigError as error:
+            if error.kind != "failed":
+                raise
+            return False
+        return True
 
     def _queued(self) -> bool:
         """Whether the launcher itself may wait for its nodes, for days."""
@@ -278,7 +289,7 @@ class Supervisor:
     def _program(self, again: bool) -> list[str]:
         o = self.options
         flags = ["--resume"] if again or o.resume else []
-        if o.new_numerics and _saved(self.run_dir) == self.began_at:  # else a checkpoint has them
+        if o.new_numerics and len({_saved(self.run_dir), self.began_at} - {None}) < 2:  # else one has them
             flags.append("--new-numerics")
         if o.plan and self.ranks == self.all_ranks:
             flags += ["--plan", o.plan]
@@ -324,10 +335,26 @@ class Supervisor:
         return f"{', '.join(gone)}: no answer; goes on with {counted(self.ranks, 'rank')} on the other hosts"
 
 
-def _saved(run_dir: Path) -> int:
-    """The step of the newest whole checkpoint."""
-    folder = newest(run_dir)
-    return 0 if folder is None else read_state(folder).step
+# A file system that fails for a moment is no reason to end a run that goes on, or to start it no more. So
+# `os.path.exists` is asked, too: `Path.exists` raises where it cannot be told.
+
+
+def _saved(run_dir: Path) -> int | None:
+    """The step of the newest whole checkpoint; None where that cannot be told just now."""
+    try:
+        whole = (folder for folder, wrong in survey(run_dir, look=proven_damage) if not wrong)
+        folder = next(whole, None)
+        return 0 if folder is None else read_state(folder).step
+    except (OSError, CheckpointError):
+        return None
+
+
+def _told(run_dir: Path) -> int:
+    """The step of the last line of metrics."""
+    try:
+        return last_step(run_dir / METRICS)
+    except OSError:
+        return 0
 
 
 def _sign_of_life(run_dir: Path) -> Hashable:

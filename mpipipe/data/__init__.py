@@ -35,7 +35,7 @@ def prepare(
         stay = {text for data in of_run for text in _texts(data, Path(run_dir))}
         for path, folder in _texts(config.model_dump(mode="json")["data"], Path(run_dir)):
             if (path, folder) not in stay:
-                write_corpus(path, folder)
+                write_corpus(path, folder, Path(run_dir))
 
 
 def _texts(data: Mapping[str, Any], folder: Path) -> Iterator[tuple[str | None, Path]]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mpipipe.data.base import draws
 from mpipipe.data.extras import optional
 from mpipipe.errors import DataError
+from mpipipe.state.files import kind_of
 
 _IDX = {"train": ("train-images", "train-labels"), "val": ("t10k-images", "t10k-labels")}
 _IDX_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -37,7 +38,8 @@ def read_images(path: Path, val_fraction: float) -> tuple[Labelled, Labelled]:
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); give an npz with x_train, y_train, x_test and y_test or with "
-            "x and y, or a folder with the four files of MNIST"
+            "x and y, or a folder with the four files of MNIST",
+            kind=kind_of(error),
         ) from error
 
 
@@ -60,8 +62,19 @@ def set_aside(whole: Labelled, val_fraction: float) -> tuple[Labelled, Labelled]
         )
     order = np.argsort(draws(0, "set aside", 0, 0, n), kind="stable")
     parts = (np.sort(order[n_val:]), np.sort(order[:n_val]))
-    train, val = (Labelled(whole.x[part], whole.y[part], whole.where) for part in parts)
+    y = labels(whole)
+    train, val = (Labelled(whole.x[part], y[part], whole.where) for part in parts)
     return train, val
+
+
+def labels(data: Labelled) -> NDArray[Any]:
+    """One integer for each image, (N,). Raises DataError."""
+    if data.y.size != len(data.x) or data.y.dtype.kind not in "ui":
+        raise DataError(
+            f"{data.where}: {len(data.x)} images, labels of shape {data.y.shape} and dtype {data.y.dtype}; "
+            "expected one integer per image"
+        )
+    return data.y.reshape(-1)
 
 
 def one_size(images: Sequence[NDArray[Any]], where: str) -> NDArray[Any]:

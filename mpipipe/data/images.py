@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpipipe.data.base import Batch, DatasetBase, Order, Split
-from mpipipe.data.image_files import Labelled
+from mpipipe.data.image_files import Labelled, labels
 from mpipipe.errors import DataError
 from mpipipe.values import TensorSpec
 
@@ -79,12 +79,7 @@ def _channels_first(data: Labelled) -> NDArray[Any]:  # -> (N, C, H, W)
 
 
 def _labels(data: Labelled, classes: int) -> NDArray[np.int64]:  # -> (N,)
-    if data.y.size != len(data.x) or data.y.dtype.kind not in "ui":
-        raise DataError(
-            f"{data.where}: {len(data.x)} images, labels of shape {data.y.shape} and dtype {data.y.dtype}; "
-            "expected one integer per image"
-        )
-    y = data.y.reshape(-1).astype(np.int64)
+    y = labels(data).astype(np.int64)
     if len(wrong := np.flatnonzero((y < 0) | (y >= classes))):
         raise DataError(
             f"{data.where}: image {wrong[0]} has label {y[wrong[0]]}, expected 0 to {classes - 1}; number "

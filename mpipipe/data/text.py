@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mpipipe.data.tokenizer import Bytes
 from mpipipe.data.windows import Part, Windows
 from mpipipe.errors import DataError
+from mpipipe.state.files import kind_of
 
 VOCAB = 256
 
@@ -39,5 +40,6 @@ def _map(path: Path) -> NDArray[np.uint8]:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); set data.path to a readable file and run.dir to "
-            "a folder that every node sees"
+            "a folder that every node sees",
+            kind=kind_of(error),
         ) from error

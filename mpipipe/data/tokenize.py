@@ -199,6 +199,13 @@ def _documents(piece: Piece, field: str) -> Iterator[str]:
                 f"{piece.file}, line {number}: expected an object with a text under '{field}', found {what}; "
                 "name the right one with --field"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{piece.file}, line {number}: its text holds half of a pair of surrogates, which is no "
+                "character; mend or remove it"
+            ) from error
         yield text
 
 

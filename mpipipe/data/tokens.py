@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mpipipe.data.tokenizer import Tokenizer
 from mpipipe.data.windows import Part, Windows
 from mpipipe.errors import DataError
+from mpipipe.state.files import kind_of
 from mpipipe.values import Value, from_json
 
 Dtype = Literal["uint16", "uint32"]
@@ -127,7 +128,9 @@ def read_sidecar(path: Path) -> Sidecar | None:
     try:
         return from_json(Sidecar, beside.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{beside}: does not describe a token file ({error}); rename it") from error
+        raise DataError(
+            f"{beside}: does not describe a token file ({error}); rename it", kind=kind_of(error)
+        ) from error
 
 
 def _map(path: Path, dtype: str) -> NDArray[Any]:
@@ -138,7 +141,8 @@ def _map(path: Path, dtype: str) -> NDArray[Any]:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); name a token file that every node sees (data.path, "
-            "data.val_path), or make one with: python -m mpipipe tokenize"
+            "data.val_path), or make one with: python -m mpipipe tokenize",
+            kind=kind_of(error),
         ) from error
     if len(raw) % (size := np.dtype(dtype).itemsize):
         raise DataError(

@@ -36,6 +36,7 @@ from mpipipe.graph.refusals import (
     is_slip,
     no_assignments,
     no_own_backwards,
+    no_seeds,
     norms_that_fit,
     quiet,
     refuse_backward_hooks,
@@ -223,7 +224,7 @@ def _exported(
     try:
         with (
             no_assignments(source.module), learns, NoStrangeWeights(source), autocast(precision), quiet(),
-            as_if_run(), written.stand_ins(),
+            no_seeds(), as_if_run(), written.stand_ins(),
         ):  # fmt: skip
             # autocast is not recorded, but what the model asks about it is true
             exported = torch.export.export(program, (batch,), strict=False).module(check_guards=False)

@@ -8,7 +8,8 @@ A stage is a pure function
 
 What is sent from stage s to s + 1 is decided by liveness: all that is made at or before s and used
 after it, so a skip connection is relayed through the stages between. The table is made from the
-training graph once and serves every variant (evaluation, ragged micro-batch, prediction).
+training graph once and serves every variant (evaluation, ragged micro-batch, prediction). Where a variant
+sends a view with gaps, which no cut does in the training graph, it is sent without them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from torch import fx
+from torch import Tensor, fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false, make_contiguous_strides_for
 
 from mpipipe.errors import PlanError
 from mpipipe.graph.anatomy import Anatomy, needs_grad, spec_of
@@ -34,7 +36,7 @@ NOWHERE: Homes = MappingProxyType({})
 @dataclass(frozen=True)
 class Port:
     """One tensor that crosses a cut, and its gradient that comes back; the strides of both are kept, because
-    kernels (so bits) may depend on them."""
+    kernels (so bits) may depend on them. In messages it is dense."""
 
     name: str
     spec: TensorSpec
@@ -136,8 +138,7 @@ def stage_code(
     sent = crossing(anatomy, stages, n_stages, stage)
     body = [n for n in anatomy.order if stages[n] == stage]
     updates = [u for u in anatomy.captured.updates if stages.get(u.node, 0) == stage]
-    strides = anatomy.grad_strides if n_stages > 1 else {}
-    return extract(anatomy, body, received, sent, updates, uses, strides)
+    return extract(anatomy, body, received, sent, updates, uses, comes=stage > 0, goes=stage < n_stages - 1)
 
 
 def extract(
@@ -147,9 +148,11 @@ def extract(
     sent: Sequence[fx.Node],
     updates: Sequence[BufferUpdate],
     uses: dict[str, int],
-    grad_strides: Mapping[fx.Node, tuple[int, ...]] = MappingProxyType({}),
+    comes: bool = False,
+    goes: bool = False,
 ) -> Code:
-    """Copies some operators, and the free ones that they need, into a function of their own."""
+    """Copies some operators, and the free ones that they need, into a function of their own. comes, goes:
+    whether what is received, and what is sent, is so in messages."""
     c, graph = anatomy.captured, fx.Graph()
     copied = [*_free_before(anatomy, [*body, *sent]), *body]
     reads = {n: None for op in copied for n in op.all_input_nodes}
@@ -164,12 +167,17 @@ def extract(
     rng = c.rng if c.rng and not reads.keys().isdisjoint(c.rng) else ()
     constants = {n: f"constant_{i}" for i, n in enumerate(n for n in reads if n in c.constant)}
 
-    env: dict[fx.Node | Leaf | str, fx.Node] = {}  # nodes, uses of parameters, buffers by name
-    env |= {n: graph.placeholder(n.name) for n in [*received, *inputs]}
+    arrived: dict[fx.Node | Leaf | str, fx.Node] = {n: graph.placeholder(n.name) for n in received}
+    env = dict(arrived)  # nodes, uses of parameters, buffers by name
+    env |= {n: graph.placeholder(n.name) for n in inputs}
     env |= {use: graph.placeholder(f"weight_{i}") for i, use in enumerate(leaves)}
     env |= {name: graph.placeholder(f"buffer_{i}") for i, name in enumerate(buffers)}
     env |= {n: graph.placeholder(n.name) for n in rng}
     env |= {n: graph.get_attr(name) for n, name in constants.items()}
+    learns = {n for n in received if c.mode == "train" and needs_grad(n)}
+    laid_out = [n for n in received if comes and n not in learns and not _is_dense(anatomy, n)]
+    for n in laid_out:
+        env[n] = graph.call_function(_laid_out, (arrived[n], tuple(anatomy.values[n].stride())))
     for op in copied:
         of = {n: leaf(n, op) if n in c.param else c.buffer.get(n, n) for n in op.all_input_nodes}
         env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
@@ -182,25 +190,51 @@ def extract(
         own = anatomy.lowering.owns(match)
         replace(match, own, env, {n: env[key] for n, key in keys.items()}.__getitem__)
     statistics = tuple(None if u.statistic is None else env[u.statistic] for u in updates)
-    graph.output((tuple(env[n] for n in sent), statistics))
-    for op in reversed(copied):
-        if op in anatomy.free and not env[op].users:  # a mask, where an operator of ours reads a part of it
-            graph.erase_node(env[op])
+    leaving = [env[n] for n in sent]
+    if goes:
+        leaving = [arrived[n] if n in arrived else _without_gaps(anatomy, n, env[n]) for n in sent]
+    graph.output((tuple(leaving), statistics))
+    # a mask, where an operator of ours reads a part of it, and what is passed on
+    for n in [*(op for op in reversed(copied) if op in anatomy.free), *laid_out]:
+        if not env[n].users:
+            graph.erase_node(env[n])
     return Code(
         fx.GraphModule({name: c.constant[n] for n, name in constants.items()}, graph),
-        tuple(_port(anatomy, n, grad_strides) for n in received),
+        tuple(_port(anatomy, n, comes) for n in received),
         tuple(c.inputs[n] for n in inputs),
         tuple(leaves),
         tuple(buffers),
         bool(rng),
-        tuple(_port(anatomy, n, grad_strides) for n in sent),
+        tuple(_port(anatomy, n, goes) for n in sent),
         tuple(updates),
     )
 
 
-def _port(anatomy: Anatomy, node: fx.Node, grad_strides: Mapping[fx.Node, tuple[int, ...]]) -> Port:
-    stride = tuple(anatomy.values[node].stride())
+def _port(anatomy: Anatomy, node: fx.Node, travels: bool) -> Port:
+    value = anatomy.values[node]
+    dense = not travels or _is_dense(anatomy, node)
+    stride = tuple(value.stride() if dense else make_contiguous_strides_for(value.shape))
+    grad_strides = anatomy.grad_strides if travels else {}
     return Port(node.name, spec_of(node), stride, needs_grad(node), grad_strides.get(node, stride))
+
+
+def _without_gaps(anatomy: Anatomy, node: fx.Node, made: fx.Node) -> fx.Node:
+    if _is_dense(anatomy, node):
+        return made
+    return made.graph.call_method("contiguous", (made,))
+
+
+def _is_dense(anatomy: Anatomy, node: fx.Node) -> bool:
+    return is_non_overlapping_and_dense_or_false(anatomy.values[node])
+
+
+def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy of `t` with the strides that it had before it was sent, with gaps or with elements that stand
+    for several: for the same bits. Gradients do not go through it."""
+    made = t.new_empty_strided(t.shape, stride)
+    once = tuple(slice(1) if step == 0 else slice(None) for step in stride)
+    made[once].copy_(t[once])
+    return made
 
 
 def _free_before(anatomy: Anatomy, nodes: Iterable[fx.Node]) -> list[fx.Node]:

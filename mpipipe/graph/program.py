@@ -102,7 +102,8 @@ class Program(nn.Module):
 
 def is_list(model: nn.Module) -> bool:
     """Whether it runs its children one after the other, and does nothing else."""
-    return type(model).forward is nn.Sequential.forward
+    own = "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks
+    return type(model).forward is nn.Sequential.forward and not own
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -119,14 +120,14 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """What `model` makes of a batch."""
-    if not is_list(model):
+    if type(model).forward is not nn.Sequential.forward:
         return model(**arguments(model, batch))
-    layers = layers_of(model)
+    layers = [layer for _, layer in layers_of(model)] if is_list(model) else [model]
     if not layers:
         raise CaptureError("the model is an empty list of layers; give it at least one")
-    args, kwargs = first_call(layers[0][1], batch)
-    outputs = layers[0][1](*args, **kwargs)
-    for _, layer in layers[1:]:
+    args, kwargs = first_call(layers[0], batch)
+    outputs = layers[0](*args, **kwargs)
+    for layer in layers[1:]:
         outputs = layer(outputs)
     return outputs
 

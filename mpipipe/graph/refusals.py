@@ -130,6 +130,27 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 @contextmanager
+def no_seeds() -> Iterator[None]:
+    """Refuses, while a model is traced, that it seeds torch's generator: in a graph random numbers are those
+    of the run's seed, the step and the micro-batch."""
+    before = torch.manual_seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        if _get_current_dispatch_mode_stack():  # else of a part that runs as it is written
+            raise Untraceable(
+                "torch.manual_seed would be left out of a graph of operators, whose random numbers follow "
+                f"the run's seed and the step; draw what stays in __init__, as a buffer, or {_MANUALLY}"
+            )
+        return before(seed)
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    try:
+        yield
+    finally:
+        torch.manual_seed = torch.random.manual_seed = before
+
+
+@contextmanager
 def no_own_backwards() -> Iterator[None]:
     """Refuses, while a model is traced, what it does to gradients: the tracer follows forward alone, and each
     operator that it finds there has torch's backward. For one trace of the process at a time."""

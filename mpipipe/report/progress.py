@@ -4,6 +4,7 @@ lines in train.log. Only one rank has one."""
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -26,6 +27,8 @@ class Progress:
         path = Path(log)
         self._log = path.open("a", encoding="utf-8")
         self._stream = stream or sys.stdout
+        if isinstance(self._stream, TextIOWrapper):  # a sample holds what a terminal may have no word for
+            self._stream.reconfigure(errors="replace")
         self._bar = self._make_bar() if self._stream.isatty() and bar else None
         self._task = self._bar.add_task("", total=steps) if self._bar else None
 

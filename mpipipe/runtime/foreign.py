@@ -91,9 +91,10 @@ class ForeignUpdater:
         self.params: dict[str, nn.Parameter] = {}
         grads = weights.own_grads  # in the order of the model: a factory may go by it, on one rank
         self.grads = list(grads.values())
-        for name, grad in grads.items():
-            self.params[name] = nn.Parameter(weights.data[name])  # shares the memory of the flat buffer
-            self.params[name].grad = grad
+        self.data = [weights.data[name] for name in grads]
+        for name, data in zip(grads, self.data, strict=True):
+            self.params[name] = nn.Parameter(data)  # shares the memory of the flat buffer
+        self._give_grads()  # a factory may look at them
         self.optimizer: TorchOptimizer | None = None
         self.scheduler: LRScheduler | None = None
         if self.params:  # torch refuses an empty list
@@ -194,15 +195,38 @@ class ForeignUpdater:
     def update(self, step: int, factor: float | None) -> None:
         if self.optimizer is None:
             return
+        self._give_grads()
         if factor is not None:
-            for p in self.params.values():
-                assert p.grad is not None
-                p.grad.mul_(torch.tensor(factor, dtype=factor_dtype(p.grad.dtype)))
+            for grad in self.grads:
+                grad.mul_(torch.tensor(factor, dtype=factor_dtype(grad.dtype)))
         self.optimizer.step()
+        for (name, p), data in zip(self.params.items(), self.data, strict=True):
+            if p.data_ptr() != data.data_ptr():
+                self._take_back(name, p, data)
         for grad in self.grads:
             grad.zero_()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _take_back(self, name: str, p: nn.Parameter, data: Tensor) -> None:
+        """The values of a parameter whose `data` the optimizer has made anew, to where forward reads them."""
+        if (p.shape, p.dtype) != (data.shape, data.dtype):
+            raise MpipipeError(
+                f"the optimizer makes {name!r} a {p.dtype} of {list(p.shape)}; it is a {data.dtype} of "
+                f"{list(data.shape)}, and must stay so"
+            )
+        assert self.optimizer is not None, "or nobody has made it"
+        kept = self.optimizer.state.get(p, {})
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.data_ptr() == data.data_ptr():
+                kept[key] = value.clone()  # the values from before
+        data.copy_(p)
+        p.data = data
+
+    def _give_grads(self) -> None:
+        """Anew in each step: an optimizer may have taken them away."""
+        for p, grad in zip(self.params.values(), self.grads, strict=True):
+            p.grad = grad
 
     def state(self) -> dict[str, Tensor]:
         return {f"{name}/{key}": value for name, key, value in self._kept() if isinstance(value, Tensor)}

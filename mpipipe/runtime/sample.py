@@ -26,13 +26,13 @@ class SampleSettings(Protocol):
 
 
 def generate(trainer: Trainer, codec: Codec, settings: SampleSettings, seed: int) -> str | None:
-    """`settings.length` tokens after the prompt, one forward pass each; None where data is no text, or the
-    model reads more than tokens.
+    """`settings.length` tokens after the prompt, one forward pass each; None where data is no text, the
+    prompt has no token, or the model reads more than tokens.
 
     The same text for every layout: drawn from the stream "sample" of the run's seed. Collective.
     """
     ids, name = codec.encode(settings.prompt), _tokens_key(trainer)
-    if ids is None or settings.length == 0 or name is None:
+    if not ids or settings.length == 0 or name is None:
         return None
     context = trainer.variants.first[name].shape[1]
     key = ops.stream_key(seed, "sample")

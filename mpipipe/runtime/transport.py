@@ -56,9 +56,10 @@ class Form(NamedTuple):
         )
 
     def shape_like(self, t: Tensor) -> Tensor:
-        """`t` itself if it has these strides, else a copy that has."""
+        """`t` itself if it has these strides, else a copy that has; of what is only marked as conjugate or
+        negative, one that is."""
         if tuple(t.stride()) == self.stride or t.numel() <= 1:
-            return t
+            return t.resolve_conj().resolve_neg()
         return self.empty().copy_(t)
 
 

@@ -20,7 +20,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -166,11 +166,16 @@ def proven_damage(folder: str | Path) -> str:
     return ""
 
 
-def survey(run_dir: str | Path, above: float = -1, before: float = math.inf) -> Iterator[tuple[Path, str]]:
+def survey(
+    run_dir: str | Path,
+    above: float = -1,
+    before: float = math.inf,
+    look: Callable[[Path], str] | None = None,
+) -> Iterator[tuple[Path, str]]:
     """The checkpoints of a run, newest first, each with its `damage`; of more steps than `above`, and fewer
     than `before`. Each is looked at when it is asked for: a run may have kept a hundred, of as many files as
-    ranks."""
-    return ((folder, damage(folder)) for folder in _folders(run_dir, above, before))
+    ranks. look: what says it instead, as `proven_damage`."""
+    return ((folder, (look or damage)(folder)) for folder in _folders(run_dir, above, before))
 
 
 def _folders(run_dir: str | Path, above: float = -1, before: float = math.inf) -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from mpipipe.cluster.watchdog import FOLDER as FLIGHT
 from mpipipe.config import Config, load, to_yaml
 from mpipipe.errors import ConfigError
 from mpipipe.state.files import kind_of, link_whole, write_text
@@ -88,6 +90,11 @@ def reopen(config: Config, base: str | Path = "runs") -> Path | None:
         latest = Path(base) / "latest"
         folder = latest.parent / latest.readlink() if latest.is_symlink() else latest
     return folder if (folder / CONFIG).is_file() else None
+
+
+def is_run(folders: Collection[str], files: Collection[str]) -> bool:
+    """Whether a folder with these in it is that of a run that has begun."""
+    return CONFIG in files and (FLIGHT in folders or METRICS in files or SUMMARY in files)
 
 
 def how_ended(config: Config, folder: Path) -> str:

@@ -13,6 +13,7 @@ files late (NFS: up to a minute) delays the manifest, not the training.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -155,7 +156,7 @@ class Saver:
         writer.join(SETTLE_S)
         while self.comm.rank != 0 and not writer.failure and time.monotonic() < ends:
             look_anew(writer.job.folder)
-            if (writer.job.folder / RUN).exists():
+            if os.path.exists(writer.job.folder / RUN):  # `Path.exists` may raise
                 return
             time.sleep(_LOOK_S)
 

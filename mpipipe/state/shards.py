@@ -65,7 +65,7 @@ class Shard:
         start = self._starts[name]
         end = start + nbytes_of(self.specs[name])
         with self.path.open("rb", buffering=0) as file:
-            for first in range(start, end, len(buffer)):
+            for first in range(start, end, len(buffer) or 1):  # a tensor without elements has no piece
                 piece = memoryview(buffer)[: min(len(buffer), end - first)]
                 _fill(file, piece, first)
                 yield piece

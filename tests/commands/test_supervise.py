@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from made_run import made_plan, made_report
+from saved_run import save_step
 from unseen import shows
 
 from mpipipe.cluster.starter import Host, Starter
@@ -24,6 +26,7 @@ from mpipipe.commands import supervise as command
 from mpipipe.commands.asking import Asking
 from mpipipe.commands.supervise import LONGEST_WAIT_S, Patience, Supervisor, _parser, main
 from mpipipe.config import load, parse
+from mpipipe.errors import ConfigError
 from mpipipe.state.rundir import create
 from mpipipe.values import to_json
 
@@ -137,6 +140,54 @@ def test_what_ranks_on_other_nodes_have_written_is_looked_for_anew(folder, monke
     stands = "mkdir run/flight; printf 'rank 3 waits' >run/flight/diagnosis.txt.unseen; exit 75"
     assert supervise(folder, stands, f"{DONE}.unseen", words=("--resume",))[0] == 0
     assert "mpipipe run: rank 3 waits, after 0 steps" in capfd.readouterr().out
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_nothing(folder, monkeypatch) -> None:
+    def fails(path: Path) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    (folder / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    monkeypatch.setattr(command, "create", lambda config: folder / "run")
+    for look in ("exists", "is_dir"):
+        monkeypatch.setattr(Path, look, fails)
+    code, starts = supervise(folder, "exit 75", f"sleep 0.1; {DONE}")
+    assert (code, len(starts)) == (0, 2)
+
+
+def test_a_link_that_cannot_be_made_just_now_is_made_later(folder, monkeypatch) -> None:
+    (folder / "config.yaml").write_text("run: {name: mine}\n")
+    links, make = [], command.make_latest
+
+    def fails_once(config: Any, run_dir: Path) -> None:
+        links.append(run_dir)
+        if len(links) == 1:
+            raise ConfigError("runs/latest: cannot be made (Stale file handle)", kind="failed")
+        make(config, run_dir)
+
+    monkeypatch.setattr(command, "make_latest", fails_once)
+    line = "cd runs/*; echo '{\"step\": 1}' >metrics.jsonl; sleep 0.2; echo '{}' >summary.json"
+    assert supervise(folder, line)[0] == 0
+    assert len(links) == 2
+    assert (folder / "runs" / "latest").resolve() == links[0]
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_none(folder, monkeypatch) -> None:
+    for step, number in ((7, None), (7, errno.EIO), (0, errno.ENOENT)):
+        save_step(folder / "run", 7, 1)
+        with monkeypatch.context() as patch:
+            if number is not None:
+                failing = OSError(number, os.strerror(number), "run.json")
+                patch.setattr("mpipipe.state.resume.read_small", raising(failing))
+            found = command._saved(folder / "run")
+        assert found == (None if number == errno.EIO else step)
+        shutil.rmtree(folder / "run")
+
+
+def raising(error: Exception) -> Any:
+    def fails(*_: object) -> None:
+        raise error
+
+    return fails
 
 
 def test_a_finished_run_is_not_started_again(folder, capfd) -> None:

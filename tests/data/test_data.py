@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import resource
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,6 +244,72 @@ def test_a_text_that_an_earlier_version_gathered_is_read(tmp_path: Path) -> None
     for expected in "ab":
         assert first_letter(config, run) == expected
         prepare(config, run, is_root=True)
+
+
+def test_a_folder_of_text_may_hold_the_runs_that_read_it(tmp_path: Path) -> None:
+    """What they write is nobody's text; a folder with a configuration alone is no run."""
+    (tmp_path / "a").write_text("a" * 200)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").write_text("p" * 100)
+    os.mkfifo(tmp_path / "pipe")
+    config = text_config(tmp_path)
+    for start in ("first", "second", "first", "unwatched"):
+        run = tmp_path / "runs" / start
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text("run: {}")
+        if start != "unwatched":
+            (run / "flight").mkdir(exist_ok=True)
+            (run / "flight" / "rank-0.alive").write_text("1 2 3")
+        prepare(config, run, is_root=True)
+        (corpus,) = run.glob("corpus-*.bin")
+        assert corpus.read_text() == "a" * 200 + "p" * 100
+    mixed = parse(
+        f"data: {{name: mixture, sources: [{{path: {tmp_path}}}], weights: [1]}}\nmodel: {{context: 8}}"
+    )
+    for refused in (config, mixed):
+        with pytest.raises(DataError, match=r"the folder that this run writes to; name another run\.dir"):
+            prepare(refused, tmp_path, is_root=True)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("a" * 200)
+    (tmp_path / "deep").mkdir()
+    list_of = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "deep":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return list_of(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"deep: cannot be read \(Input/output error\)") as found:
+        prepare(text_config(tmp_path), tmp_path / "run", is_root=True)
+    assert found.value.kind == "failed"
+
+
+def test_a_file_system_that_fails_for_a_moment_is_worth_another_start(
+    letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, kind in ((errno.EIO, "failed"), (errno.EACCES, "error")):
+        failing = OSError(number, os.strerror(number), str(letters))
+        monkeypatch.setattr(np, "memmap", raising(failing))
+        with pytest.raises(DataError, match=rf"cannot be read \({os.strerror(number)}\)") as found:
+            open_dataset(text_config(letters), letters.parent)
+        assert found.value.kind == kind
+        monkeypatch.setattr(Path, "open", raising(failing))
+        with pytest.raises(DataError, match=rf"letters.*: cannot be read \({os.strerror(number)}\)") as found:
+            prepare(text_config(letters.parent), letters.parent / "run", is_root=True)
+        assert found.value.kind == kind
+        monkeypatch.undo()
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    return fails
 
 
 @pytest.mark.slow

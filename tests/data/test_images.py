@@ -200,6 +200,10 @@ def test_what_cannot_be_images_and_labels_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "c.npz", x=pixels(2, 4, 4), y=np.arange(2))
     with pytest.raises(DataError, match=r"leaves 2 for training and 0 for validation"):
         read_images(tmp_path / "c.npz", 0.1)
+    for y in (np.arange(5), np.arange(3), np.arange(4) / 2, np.array(1)):  # of five, four could be taken
+        np.savez(tmp_path / "d.npz", x=pixels(4, 4, 4), y=y)
+        with pytest.raises(DataError, match=r"d\.npz: x: 4 images, labels of shape \("):
+            read_images(tmp_path / "d.npz", 0.5)
     good = np.arange(9)
     for x, y, message in (
         (pixels(9, 4), good, r"train: has shape \(5, 4\)"),

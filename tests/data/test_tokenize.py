@@ -105,6 +105,7 @@ def test_a_tokenizer_is_a_file_a_folder_or_bytes(words: Path) -> None:
         ("a.jsonl", b'{"text": 1}', "a.jsonl, line 1: expected an object with a text under 'text'"),
         ("a.jsonl", b"[]\n", "a.jsonl, line 1: expected an object with a text under 'text', found a list"),
         ("a.jsonl", b'{"text": "one"}\n{', "a.jsonl, line 2: is not JSON"),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud83d"}', "a.jsonl, line 2: its text holds half of"),
         ("a.txt", b"one\ntwo \xff", "a.txt, line 2: byte 0xff is not UTF-8"),
         ("a.txt", b"", "no text in 1 files"),
     ],

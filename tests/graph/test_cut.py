@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from by_hand import variants_of
+from by_hand import specs_of, variants_of
 from tiny import SHAPES, captured, cross_entropy, even_cuts, full_but
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,12 +16,14 @@ from torch.nn import functional
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.errors import CaptureError, PlanError
 from mpipipe.graph.anatomy import Anatomy
-from mpipipe.graph.cut import Code, stage_code, stage_table, stages_of
+from mpipipe.graph.cut import Code, Port, stage_code, stage_table, stages_of
 from mpipipe.graph.groups import boundaries, group_of
+from mpipipe.graph.program import Mode
 from mpipipe.graph.rewrite import mutated_inputs
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.ops.embedding import embedding
+from mpipipe.runtime.transport import Form, as_bytes
 from mpipipe.values import Graph, TensorSpec
 
 VARIANTS = [("train", 2), ("train", 3), ("train", 5), ("eval", 3), ("predict", 1)]
@@ -364,3 +366,71 @@ def test_a_cut_is_checked_for_all_that_was_met() -> None:
     variants.check((), [0])
     with pytest.raises(CaptureError, match="in mode eval, but training changes it"):
         variants.check((cut,), [0])
+
+
+# -- what is sent -------------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """In training dropout makes the views dense that evaluation sends, and `first` is used by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.dense = nn.Linear(4, 257), nn.Dropout(0.1), nn.Linear(257, 10)
+        self.queries, self.head = nn.Parameter(torch.ones(1, 5, 6)), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        queries = self.drop(self.queries.expand(len(x), -1, -1))
+        h = torch.tanh(self.up(x))
+        pooled = self.drop(h[:, 0])
+        y = torch.tanh(self.dense(pooled))
+        return {"logits": self.head(y) + self.head.bias * queries.sum(1)[:, :3], "first": h[:, 1]}
+
+
+class Conjugate(nn.Module):
+    """Circular correlation: conjugates are only marked as such until something is computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        a, b = (torch.fft.rfft(layer(x).sum(1)) for layer in (self.a, self.b))
+        return {"logits": self.head(torch.fft.irfft(a.conj() * b.conj(), n=8))}
+
+
+def of_logits(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    return outputs["logits"].square().sum(), 3.0
+
+
+def sent_on(t: Tensor, port: Port) -> Tensor:
+    """As it arrives at another rank, where there were other numbers before."""
+    form = Form.of(port)
+    arrived = form.empty()
+    as_bytes(arrived)[:] = 255
+    as_bytes(arrived)[:] = as_bytes(form.shape_like(t))
+    return arrived
+
+
+@pytest.mark.parametrize("model", [Pooled, Conjugate])
+@pytest.mark.parametrize("mode", ["train", "eval", "predict"])
+def test_what_is_sent_arrives_as_it_was(model: type[nn.Module], mode: Mode) -> None:
+    batch = {"x": torch.randn(33, 7, 4)}  # products of these sizes have other bits without the gaps
+    variants = variants_of(model, of_logits, batch)
+    weights = variants.source.materialise(variants.source.params)
+
+    def outputs(cuts: tuple[str, ...]) -> list[Tensor]:
+        sent: list[Tensor] = []
+        for stage in range(len(cuts) + 1):
+            code = variants.code(mode, specs_of(batch), cuts, stage)
+            received = [sent_on(t, port) for t, port in zip(sent, code.received, strict=True)]
+            rest = [*(batch[key] for key in code.inputs), *(weights[name] for name, _ in code.leaves)]
+            with torch.no_grad():
+                sent = list(code.forward(*received, *rest, *((0, 0) if code.random else ()))[0])
+        return sent
+
+    expected, groups = outputs(()), variants.graph.groups
+    for cuts in [*((group,) for group in groups[1:]), groups[1:]]:
+        found = outputs(tuple(cuts))
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), cuts

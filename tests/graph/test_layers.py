@@ -839,3 +839,68 @@ def test_most_of_a_model_does_not_run_as_it_is_written() -> None:
     assert f'File "{__file__}", line {start + len(source) - 3}' in str(e.value)
     with pytest.raises(CaptureError, match="layer 1 of the list of layers"):
         variants_of(lambda: [nn.Linear(8, 4), torch.relu], loss, BATCH)  # type: ignore[arg-type,list-item,return-value]
+
+
+# -- what a list of layers does beside them ------------------------------------------------------------------
+
+
+def halved_inside() -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 4))
+    model[0].register_forward_hook(lambda module, given, out: out * 0.5)
+    return model
+
+
+def halved() -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 4))
+    model.register_forward_hook(lambda module, given, out: out * 0.5)
+    return model
+
+
+def doubled_before() -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Tanh()), nn.Linear(6, 4))
+    model[0].register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    return model
+
+
+def another_way() -> nn.Sequential:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
+    inner = model[0]
+    inner.forward = lambda x: x + inner[1](inner[0](x))  # type: ignore[method-assign, assignment]
+    return model
+
+
+@pytest.mark.parametrize("make", [halved_inside, halved, doubled_before, another_way])
+def test_hooks_and_a_forward_of_its_own_are_part_of_a_list(make: Callable[[], nn.Sequential]) -> None:
+    variants, model = variants_of(make, loss, BATCH), make()
+    first = variants.source.materialise(variants.source.params)
+    model.load_state_dict(first)
+    code = variants.code("predict", specs_of(BATCH), (), 0)
+    (found,), _ = code.forward(*(BATCH[k] for k in code.inputs), *(first[n] for n, _ in code.leaves))
+    assert torch.equal(found, model(BATCH["x"]))
+
+
+class Seeded(nn.Module):
+    """The same noise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            noise = torch.randn(x.shape)
+        return self.inner(x + noise)
+
+
+def test_a_layer_that_seeds_its_noise_runs_as_it_is_written() -> None:
+    variants = variants_of(lambda: nn.Sequential(Seeded(), nn.Linear(8, 4)), loss, BATCH)
+    (why,) = variants.primary.captured.written.values()
+    assert why.endswith("torch.manual_seed(5)")
+    first = variants.source.materialise(variants.source.params)
+    code = variants.code("train", specs_of(BATCH), (), 0)
+    given = [*(BATCH[k] for k in code.inputs), *(first[n] for n, _ in code.leaves)]
+    found = [code.forward(*given, *(where if code.random else ()))[0][0] for where in [(0, 0), (1, 1)]]
+    model = nn.Sequential(Seeded(), nn.Linear(8, 4))
+    model.load_state_dict(first)
+    assert [x.item() for x in found] == [loss(model(BATCH["x"]), BATCH)[0].item()] * 2

@@ -128,6 +128,14 @@ def test_progress_writes_plain_lines_to_a_pipe_and_to_the_log(tmp_path: Path) ->
     assert log.read_text() == out.getvalue()
 
 
+def test_a_stream_that_has_no_word_for_a_character_is_no_reason_to_fail(tmp_path: Path) -> None:
+    out, log = io.TextIOWrapper(io.BytesIO(), encoding="latin-1"), tmp_path / "train.log"
+    with Progress(1, 1, log, out) as progress:
+        progress.say("a\ufffd\u00e4")
+    assert out.buffer.getvalue() == "a?\u00e4\n".encode("latin-1")  # type: ignore[attr-defined]
+    assert log.read_text(encoding="utf-8") == "a\ufffd\u00e4\n"
+
+
 def test_progress_draws_a_bar_on_a_terminal_and_plain_lines_in_the_log(tmp_path: Path) -> None:
     out, log = Terminal(), tmp_path / "train.log"
     with Progress(20, 10, log, out) as progress:

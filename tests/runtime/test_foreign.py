@@ -68,6 +68,35 @@ def test_the_bits_of_a_plain_loop_on_any_number_of_ranks(factory: Factory, clip:
         assert {k: got[k] for k in expected} == expected
 
 
+class Anew(Optimizer):
+    """Averages with the values from before, which it keeps; makes data anew, and takes gradients away."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                before = self.state[p].get("before", p.data)
+                self.state[p]["before"] = p.data
+                p.data = 0.5 * (p.data + before) - 0.1 * p.grad
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.slow
+def test_an_optimizer_may_make_data_anew_and_take_gradients_away(clip: float | None) -> None:
+    def factory(named: list) -> Optimizer:
+        return Anew([p for _, p in named])
+
+    warm(CASE)
+    expected = plain(factory, clip)
+    assert len({expected[f"loss {step}"] for step in range(3)}) == 3
+    for ranks in (1, 2):
+        got = run_local(ranks, lambda comm: trained(comm, factory, clip))[0]
+        assert {k: got[k] for k in expected} == expected
+
+
 def plain(factory: Factory, clip: float | None) -> dict[str, str]:
     """Stock torch on the whole model: micro-batches in order, clip, step."""
     torch.set_num_threads(1)

@@ -27,10 +27,12 @@ from mpipipe.commands.checkpoint import main
 from mpipipe.errors import CheckpointError
 from mpipipe.state import verify
 from mpipipe.state.checkpoint import Reader, index_name, load, read_index
+from mpipipe.state.digests import shard_sha256, tensor_digest
 from mpipipe.state.pretrained import Weights
 from mpipipe.state.resume import damage, read_state, step_folder
 from mpipipe.state.shards import Shard
 from mpipipe.state.verify import check_read, flaw, newest_sound
+from mpipipe.state.writing import File
 
 
 def sound(folder: Path) -> str:
@@ -74,6 +76,16 @@ def test_no_corrupted_checkpoint_is_taken_for_a_whole_one(tmp_path: Path, count:
     write(folder, files)
     assert sound(folder) == ""
     read(folder)
+
+
+def test_a_tensor_without_elements_is_no_damage(tmp_path: Path) -> None:
+    tensors = {"empty": torch.empty(0, 4), "full": torch.ones(3)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    shard = Shard(tmp_path / "a.safetensors")
+    assert list(shard.pieces("empty", bytearray())) == []
+    digests = [tensor_digest(name, tensors[name]) for name in shard.specs]
+    facts = File((tmp_path / "a.safetensors").stat().st_size, shard_sha256(shard.header, digests))
+    assert flaw(tmp_path, {"a.safetensors": facts}) == ""
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
