@@ -25,7 +25,9 @@ CHOICES = {
     "recompute": ("auto", *RECOMPUTE), "reduce": ("exact", "fast"), "bind": ("auto", "none"),
 }  # fmt: skip
 # The least and the most, of whole numbers that are not just 1 at least.
-LIMITS: dict[str, tuple[int, float]] = {"mirror_every": (0, inf), "receive_window": (1, MOST_RECEIVES)}
+LIMITS: dict[str, tuple[int, float]] = {
+    "mirror_every": (0, inf), "receive_window": (1, MOST_RECEIVES), "seed": (0, 2**63 - 1),
+}  # fmt: skip
 SAME_BITS = ("mpipipe::dropout", "mpipipe::embedding")  # with kernels and without, on any processor
 
 

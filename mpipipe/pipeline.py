@@ -20,6 +20,7 @@ from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, Literal, ParamSpec
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -52,7 +53,7 @@ from mpipipe.config.whole import ENDLESS_BATCHES
 from mpipipe.data.base import Dataset
 from mpipipe.data.user import as_batch, from_user, length
 from mpipipe.decided import Before, Decided, decide
-from mpipipe.errors import EndOfData, MpipipeError
+from mpipipe.errors import DataError, EndOfData, MpipipeError
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.program import Batch, Loss, Metric, batch_names, spec
 from mpipipe.graph.source import Initial, Model, ModelSource
@@ -75,6 +76,7 @@ from mpipipe.planner.search import plan_of
 from mpipipe.planner.sizing import usual_size
 from mpipipe.report.plan import chosen, headline
 from mpipipe.runtime.costing import Measured, device_kind
+from mpipipe.runtime.feed import rows_of, split_by
 from mpipipe.runtime.flight import ViewOfNow
 from mpipipe.runtime.foreign import Factory, optimizer_of
 from mpipipe.runtime.interpreter import Interpreter, Outcome
@@ -111,8 +113,9 @@ def _in_a_call(init: Callable[P, None]) -> Callable[P, None]:
         limit: Any = given.get("watchdog", "auto")
         check_limit(limit)
         pipe.calls = calls_of_script(limit) if watches else Unwatched()
+        whole: Any = {name: v.item() if isinstance(v, np.integer) else v for name, v in given.items()}
         with pipe.calls.made("Pipeline"):
-            init(*args, **given)
+            init(*args, **whole)
 
     return made
 
@@ -248,7 +251,7 @@ class Pipeline(SharedWork):
         check_kernels(kernels, bits)
         replicas = tuple(replicas) if isinstance(replicas, list) else replicas  # as YAML has it
         check_replicas(replicas)
-        check_whole(batch=batch, receive_window=receive_window, max_shapes=max_shapes)
+        check_whole(batch=batch, receive_window=receive_window, max_shapes=max_shapes, seed=seed)
         check_whole(
             "auto", micro_batches=micro_batches, blocks=blocks, threads=threads, mirror_every=mirror_every
         )
@@ -623,7 +626,8 @@ class Pipeline(SharedWork):
 
     def predict(self, batch: Any) -> Any:
         """What the model returns for a batch (a dict, a tuple, or the one tensor that it takes), in the
-        structure that it returns; on every rank. Tensors are joined along their first dimension."""
+        structure that it returns; on every rank. Tensors of several micro-batches are joined along their
+        first dimension, that of the samples, and numbers stand in a row. Raises DataError where it is not."""
         with self._call("predict"):
             return self.shared(lambda: self._predict(batch))
 
@@ -631,6 +635,14 @@ class Pipeline(SharedWork):
         given = as_batch(batch, self._names, "predict")
         found = self.trainer.predict(given)
         found = self.comm.bcast_object(found, self.trainer.last_rank) or []
+        rows = [stop - start for start, stop in split_by(rows_of(given), self.numerics.micro_batch)]
+        for i, ts in enumerate(zip(*found, strict=True)):
+            if len(ts) > 1 and any(t.dim() and len(t) != n for t, n in zip(ts, rows, strict=True)):
+                raise DataError(
+                    f"predict: tensor {i} that the model returns has the shape {list(ts[0].shape)} for a "
+                    f"micro-batch of {rows[0]} samples, so those of {len(rows)} cannot be joined: return it "
+                    f"with the samples first, or predict {self.numerics.micro_batch} samples at a time"
+                )
         joined = [torch.cat(ts) if ts[0].dim() else torch.stack(ts) for ts in zip(*found, strict=True)]
         return pytree.tree_unflatten(joined, self.trainer.structure(given))
 

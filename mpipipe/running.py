@@ -466,7 +466,7 @@ class Run:
         by_rank = tuple(comm.allgather_object(highest))
         text = None
         if not last.stop:
-            text = generate(pipe.trainer, self.data, self.config.sample, pipe.numerics.seed)
+            text = generate(pipe.trainer, self.data, self.config.sample, pipe.numerics.seed, self.log.say)
             no_tokenizer = getattr(self.config.data, "tokenizer", "") is None
             if text is None and self.config.sample.length and no_tokenizer:
                 self.log.say("note: no sample of text, as data.tokenizer is null; set it, or sample.length=0")

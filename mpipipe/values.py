@@ -276,7 +276,7 @@ class GroupCost(Value):
     grad_parts: tuple[int, ...] = ()
     waiting_bytes: int = -1  # kept from I to W of a backward in two; -1: the whole stash
     waiting_received_bytes: int = 0  # of waiting_bytes: what earlier groups have made, and not kept so long
-    waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that came to the group, in all their memory
+    waiting_grad_bytes: int = 0  # of waiting_bytes: gradients that come, but for copies of those of messages
     at_once_bytes: int = 0  # of param_bytes: trained, and their gradients come with I of a backward in two
     cast_bytes: int = 0  # copies of its parameters for products in a shorter dtype, once for a whole step
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from saved_run import forget_data
@@ -47,6 +49,7 @@ from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.stages import bounds
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime import rehearsal
+from mpipipe.runtime.sample import generate
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Loopback, Outbox
@@ -760,6 +763,29 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+class Summed(nn.Module):
+    """The gradient of what is summed up holds each element once for many: other sums read it otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = nn.Linear(FEATURES, 9 * 16), nn.Parameter(torch.randn(9, 16))
+        self.conv, self.norm = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head = nn.Linear(16 + 8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.tanh(self.first(x)).view(-1, 9, 16)
+        image = self.norm(self.conv(words[:, None].contiguous())).sum((2, 3))
+        return self.head(torch.cat([(words * 1.5 + self.shift).sum(1), image], 1) * 0.01)
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": "full"}, {"schedule": "zb-h1"}], ids=str)
+@pytest.mark.slow
+def test_a_gradient_that_stands_for_many_crosses_a_cut_as_it_was(how: dict[str, Any]) -> None:
+    expected = alone(lambda comm: result(pipeline(comm, Summed)))
+    for ranks in (2, 4, 6):
+        assert trained(ranks, Summed, **how) == expected
+
+
 class Fourier(nn.Module):
     """Complex weights, a complex buffer, and complex numbers between any two of its groups."""
 
@@ -923,11 +949,167 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
         ({"optimizer": OptimizerSettings("adam")}, r"OptimizerSettings\(kind='adam'\); expected 'adamw' or"),
         ({"optimizer": OptimizerSettings(lr=-1)}, r"OptimizerSettings\(lr=-1\); give a number, 0 at least"),
         ({"optimizer": OptimizerSettings(clip=float("nan"))}, "clip = nan; give a number above 0"),
+        ({"optimizer": OptimizerSettings(lr=float("inf"))}, r"OptimizerSettings\(lr=inf\); give a number"),
+        (
+            {"optimizer": OptimizerSettings(betas=(1.0, 0.9))},
+            r"\(betas=\(1.0, 0.9\)\): input should be",
+        ),
+        (
+            {"optimizer": OptimizerSettings(eps=-1.0)},
+            r"\(eps=-1.0\): input should be greater",
+        ),
+        ({"optimizer": OptimizerSettings("sgd", momentum=2.0)}, r"OptimizerSettings\(momentum=2.0\): input"),
+        ({"optimizer": OptimizerSettings(warmup=-3)}, r"OptimizerSettings\(warmup=-3\): input"),
+        (
+            {"optimizer": OptimizerSettings(min_lr_ratio=0.1)},
+            r"\(min_lr_ratio=0.1\) without steps; say",
+        ),
+        ({"seed": 1.5}, "seed = 1.5; give a whole number, from 0 to"),
+        ({"weight_of": lambda batch: 2}, "the loss returns 2 values, and weight_of is given"),
     ],
 )
 def test_numbers_that_train_nothing_are_refused(how: dict[str, Any], says: str) -> None:
     with pytest.raises(MpipipeError, match=says):
         alone(lambda comm: pipeline(comm, **how))
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"), [(torch.tensor(65504.0).half() * 2, "inf"), (-1.0, "-2"), (float("nan"), "nan")]
+)
+@pytest.mark.slow
+def test_a_weight_that_is_no_positive_number_trains_nothing(weight: Any, said: str) -> None:
+    def of_weight(outputs: Tensor, batch: Batch) -> tuple[Tensor, Any]:
+        return loss(outputs, batch)[0], (batch["labels"] >= 0).to(torch.float16).mean() * weight
+
+    def body(comm: Communicator) -> float:
+        pipe = pipeline(comm, loss=of_weight, val=Samples(5), micro_batches=2)
+        with pytest.raises(MpipipeError, match=f"step 0: the weight of the loss is {said}; give a finite"):
+            pipe.step()
+        return pipe.evaluate()["loss"]
+
+    assert (run_local(2, body)[0] >= 0) is False, "NaN, or what a negative weight makes"
+
+
+@pytest.mark.slow
+def test_numbers_of_numpy_are_numbers() -> None:
+    numbers = {
+        "batch": np.int64(BATCH),
+        "micro_batches": np.int32(4),
+        "blocks": np.int64(2),
+        "seed": np.uint8(3),
+    }
+    plain_numbers = {name: int(number) for name, number in numbers.items()}
+    assert trained(2, **numbers) == trained(1, **plain_numbers)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.first(x))
+        return {"logits": self.head(h), "layers": torch.stack([h, -h, h])}
+
+
+def test_what_micro_batches_return_otherwise_than_by_sample_is_not_joined() -> None:
+    def of_logits(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, int]:
+        return loss(outputs["logits"], batch)
+
+    def body(comm: Communicator) -> None:
+        pipe = pipeline(comm, Layered, loss=of_logits)
+        assert pipe.predict({"x": Samples(2).x})["layers"].shape == (3, 2, 16)
+        for samples in (4, 5):
+            with pytest.raises(DataError, match=r"predict: tensor 1 .* the shape \[3, 2, 16\] for a"):
+                pipe.predict({"x": Samples(samples).x})
+
+    alone(body)
+
+
+class Words:
+    """Eight tokens each, and what comes after them."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = torch.arange(i, i + 9) % 11
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
+
+class Several(nn.Module):
+    """As a mixture of experts returns them: its loss comes before the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.embed(tokens))
+        return {"aux_loss": h.square().mean(), "hidden": h, "logits": self.head(h)}
+
+
+class NoLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.logits = nn.Embedding(11, 16), nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.logits(self.embed(tokens).mean(1))}
+
+
+@pytest.mark.slow
+def test_a_sample_is_drawn_from_the_logits() -> None:
+    def of_logits(outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, int]:
+        logits = outputs["logits"]
+        labels = batch["labels"] if logits.dim() == 3 else batch["labels"][:, -1]
+        return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), len(logits)
+
+    def body(comm: Communicator, model: type[nn.Module], prompt: str) -> tuple[str | None, str, list[str]]:
+        pipe = pipeline(comm, model, Words(), loss=of_logits)
+        said, settings = list[str](), SimpleNamespace(length=3, temperature=0.0, prompt=prompt)
+        text, expected = generate(pipe.trainer, Letters(), settings, 0, said.append), prompt
+        for _ in range(3 if model is Several and prompt else 0):
+            ids = torch.tensor([Letters().encode(expected) + [0] * (8 - len(expected))])
+            logits = pipe.predict({"tokens": ids})["logits"]
+            expected += Letters().decode([int(logits[0, len(expected) - 1].argmax())])
+        return text, expected, said
+
+    for ranks in (1, 2):
+        text, expected, said = run_local(ranks, partial(body, model=Several, prompt="abc"))[0]
+        assert (text, said) == (expected, [])
+        text, _, said = run_local(ranks, partial(body, model=NoLogits, prompt="abc"))[0]
+        assert text is None
+        assert "note: no sample of text, as the model returns no logits (1, 8, vocabulary)" in said[0]
+    text, _, said = run_local(1, partial(body, model=Several, prompt=""))[0]
+    assert (text, "sample.prompt has no token" in said[0]) == (None, True)
+
+
+@pytest.mark.slow
+def test_a_mean_loss_in_float64_stays_so() -> None:
+    def mean(outputs: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(outputs, batch["labels"])
+
+    def of_sum(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        return functional.cross_entropy(outputs, batch["labels"]) * 2, 2
+
+    def doubled() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
+
+    def data() -> Samples:
+        return Samples(37, form=lambda x, label: (x.double(), label))
+
+    expected = trained(1, doubled, data, loss=of_sum)
+    for weight in (2, torch.tensor(2)):
+        assert trained(1, doubled, data, loss=mean, weight_of=lambda batch, w=weight: w) == expected
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ class Mixture(DatasetBase):
         first = sources[0]
         self.vocab, self.tokens_per_sample = first.vocab, first.tokens_per_sample
         self.whole = any(source.whole for source in sources)
+        if first.val_samples == 0:
+            self.val_samples = 0
         self._sources, self._seed = sources, seed
         self._bounds = np.cumsum(weights)[:-1] / np.sum(weights)
 
@@ -68,6 +70,10 @@ def _check(sources: Sequence[Dataset], weights: Sequence[float], names: Sequence
             raise DataError(
                 f"{name} {problem}; "
                 "a mixture takes samples one by one: pad them to one shape, or use the source alone"
+            )
+        if (source.val_samples == 0) != (sources[0].val_samples == 0):
+            raise DataError(
+                f"of {names[0]} and {name} one has samples for validation, the other has none; give both some"
             )
         for what, a, b in (
             ("batches", sources[0].specs(1), source.specs(1)),

@@ -153,11 +153,11 @@ class Anatomy:
         return frozenset(name for n, name in self.captured.param.items() if n in found)
 
     @cached_property
-    def grad_strides(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Strides in which the gradient of each operator's result arrives where nothing is cut, if dense.
+    def grads(self) -> dict[fx.Node, torch.Tensor]:
+        """The gradient of each operator's result as it arrives where nothing is cut, a fake tensor.
 
-        Kernels, so bits, may depend on them: a message must not change them. Found by one backward over
-        fake tensors.
+        Kernels, so bits, may depend on its strides: a message must not change them. Found by one backward
+        over fake tensors.
         """
         loss = self.captured.outputs[0].meta["val"]
         if self.captured.mode != "train" or not loss.requires_grad:
@@ -167,11 +167,7 @@ class Anatomy:
         with TRACING, loss.fake_mode:
             values, loss = [self.values[n] for n in nodes], self.values[self.captured.outputs[0]]
             grads = torch.autograd.grad(loss, values, retain_graph=True, allow_unused=True)
-        return {
-            n: tuple(g.stride())
-            for n, g in zip(nodes, grads, strict=True)
-            if g is not None and is_non_overlapping_and_dense_or_false(g)
-        }
+        return {n: g for n, g in zip(nodes, grads, strict=True) if g is not None}
 
     @cached_property
     def matches(self) -> tuple[Match, ...]:

@@ -43,6 +43,7 @@ class Port:
     stride: tuple[int, ...]
     needs_grad: bool
     grad_stride: tuple[int, ...]
+    grad_uncut: tuple[int, ...] | None = None  # where nothing is cut, if a message cannot have them
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,9 @@ def extract(
     env |= {n: graph.placeholder(n.name) for n in rng}
     env |= {n: graph.get_attr(name) for n, name in constants.items()}
     learns = {n for n in received if c.mode == "train" and needs_grad(n)}
-    laid_out = [n for n in received if comes and n not in learns and not _is_dense(anatomy, n)]
-    for n in laid_out:
-        env[n] = graph.call_function(_laid_out, (arrived[n], tuple(anatomy.values[n].stride())))
+    gaps = [n for n in received if comes and n not in learns and not _is_dense(anatomy, n)]
+    for n in gaps:
+        env[n] = graph.call_function(laid_out, (arrived[n], tuple(anatomy.values[n].stride())))
     for op in copied:
         of = {n: leaf(n, op) if n in c.param else c.buffer.get(n, n) for n in op.all_input_nodes}
         env[op] = graph.node_copy(op, {n: env[key] for n, key in of.items()}.__getitem__)
@@ -195,7 +196,7 @@ def extract(
         leaving = [arrived[n] if n in arrived else _without_gaps(anatomy, n, env[n]) for n in sent]
     graph.output((tuple(leaving), statistics))
     # a mask, where an operator of ours reads a part of it, and what is passed on
-    for n in [*(op for op in reversed(copied) if op in anatomy.free), *laid_out]:
+    for n in [*(op for op in reversed(copied) if op in anatomy.free), *gaps]:
         if not env[n].users:
             graph.erase_node(env[n])
     return Code(
@@ -212,10 +213,17 @@ def extract(
 
 def _port(anatomy: Anatomy, node: fx.Node, travels: bool) -> Port:
     value = anatomy.values[node]
-    dense = not travels or _is_dense(anatomy, node)
-    stride = tuple(value.stride() if dense else make_contiguous_strides_for(value.shape))
-    grad_strides = anatomy.grad_strides if travels else {}
-    return Port(node.name, spec_of(node), stride, needs_grad(node), grad_strides.get(node, stride))
+    stride = sent_strides(value) if travels else tuple(value.stride())
+    grad = anatomy.grads.get(node) if travels else None
+    sent = stride if grad is None else sent_strides(grad)
+    uncut = None if grad is None or tuple(grad.stride()) == sent else tuple(grad.stride())
+    return Port(node.name, spec_of(node), stride, needs_grad(node), sent, uncut)
+
+
+def sent_strides(t: Tensor) -> tuple[int, ...]:
+    """In a message, which is dense."""
+    dense = is_non_overlapping_and_dense_or_false(t)
+    return tuple(t.stride() if dense else make_contiguous_strides_for(t.shape))
 
 
 def _without_gaps(anatomy: Anatomy, node: fx.Node, made: fx.Node) -> fx.Node:
@@ -228,7 +236,7 @@ def _is_dense(anatomy: Anatomy, node: fx.Node) -> bool:
     return is_non_overlapping_and_dense_or_false(anatomy.values[node])
 
 
-def _laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy of `t` with the strides that it had before it was sent, with gaps or with elements that stand
     for several: for the same bits. Gradients do not go through it."""
     made = t.new_empty_strided(t.shape, stride)

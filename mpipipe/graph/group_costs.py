@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
+from mpipipe.graph.cut import sent_strides
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.pieces import Piece, Remade, Sample
 from mpipipe.graph.split import split
@@ -44,7 +45,9 @@ def group_costs(
         size = _new_bytes(anatomy, _values(piece, s.saved_received, s.saved_sent), seen)
         waits = s.waiting
         late = _new_bytes(anatomy, _values(piece, waits.received, waits.sent), waiting)
-        late_grads = sum(_nbytes(n) + beside[n] for n in (piece.sent[i] for i in waits.grads))
+        grads_of = [piece.sent[i] for i in waits.grads]
+        anew = {n: _laid_out_bytes(anatomy, n) for n in grads_of}  # where they come as messages
+        late_grads = sum(max(_nbytes(n) + beside[n], anew[n]) for n in grads_of)
         from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
         selective = (made.saved_bytes if made else 0) + sum(b for r, b in size.items() if r in remade)
@@ -64,11 +67,21 @@ def group_costs(
                 sum(b for n, b in sizes.items() if anatomy.root(n) in seen),
                 tuple(sizes.values()) if len(sizes) > 1 else (), tuple(grads) if len(grads) > 1 else (),
                 waits.own_bytes + sum(late.values()) + late_grads,
-                sum(b for r, b in late.items() if r in from_before), late_grads, at_once[piece.key],
+                sum(b for r, b in late.items() if r in from_before),
+                late_grads - sum(anew.values()), at_once[piece.key],
                 s.cast_bytes,
             )
         )  # fmt: skip
     return tuple(out)
+
+
+def _laid_out_bytes(anatomy: Anatomy, node: fx.Node) -> int:
+    """What a stage makes of the gradient of `node`, where it is sent dense and was not."""
+    grad = anatomy.grads.get(node)
+    if grad is None or tuple(grad.stride()) == sent_strides(grad):
+        return 0
+    reach = 1 + sum((size - 1) * step for size, step in zip(grad.shape, grad.stride(), strict=True))
+    return reach * grad.element_size()
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from mpipipe.data.base import IGNORED
-from mpipipe.errors import ConfigError
+from mpipipe.errors import CaptureError, ConfigError
 from mpipipe.graph.program import LABELS, Batch, Loss, refuse_torchs_loss
 
 
@@ -70,14 +70,28 @@ def from_mean(loss: Callable[[Any, Batch], Any], weight_of: Callable[[Batch], An
     def summed(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         weight = weight_of(batch)
         if not isinstance(weight, Tensor):
-            return loss(outputs, batch).float() * weight, weight
+            return _at_least_fp32(_of_mean(loss(outputs, batch))) * weight, weight
         weight = weight.to(torch.float32)
 
         def kept(t: Tensor) -> Tensor:
             return t.masked_fill(weight == 0, 0.0) if t.is_floating_point() else t
 
         # the slope of 0 / 0 times 0 is NaN: the outputs, too, are cut off from such a mean
-        mean = loss(pytree.tree_map_only(Tensor, kept, outputs), batch)
-        return kept(mean).float() * weight, weight
+        mean = _of_mean(loss(pytree.tree_map_only(Tensor, kept, outputs), batch))
+        return _at_least_fp32(kept(mean)) * weight, weight
 
     return summed
+
+
+def _of_mean(found: Any) -> Tensor:
+    if isinstance(found, tuple):
+        raise CaptureError(
+            f"the loss returns {len(found)} values, and weight_of is given, which is for one that returns a "
+            "mean alone; leave weight_of out"
+        )
+    mean: Tensor = found
+    return mean
+
+
+def _at_least_fp32(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -7,15 +7,18 @@ bits for every cut; one that mixes parameters (LBFGS) cannot be cut and is not s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from mpipipe.config.sections import TrainConfig
 from mpipipe.errors import CheckpointError, MpipipeError
 from mpipipe.graph.program import empty
 from mpipipe.ops.device import CPU
@@ -74,9 +77,31 @@ def optimizer_of(
             f"OptimizerSettings(kind={settings.kind!r}); expected 'adamw' or 'sgd'; for another one give the "
             "function that makes it"
         )
-    if not settings.lr >= 0:
+    if not 0 <= settings.lr < math.inf:
         raise MpipipeError(f"OptimizerSettings(lr={settings.lr}); give a number, 0 at least")
+    if settings.steps is None and settings.min_lr_ratio != 1:
+        raise MpipipeError(
+            f"OptimizerSettings(min_lr_ratio={settings.min_lr_ratio}) without steps; say after how many the "
+            "rate is that, as steps=1000"
+        )
+    _check_alike_config(settings)
     return settings if clip is None else replace(settings, clip=clip)
+
+
+def _check_alike_config(settings: OptimizerSettings) -> None:
+    """The ranges are those of the configuration."""
+    names = ("betas", "eps", "momentum", "weight_decay", "warmup", "min_lr_ratio")
+    given: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    if settings.steps is not None:
+        given["steps"] = settings.steps
+    try:
+        TrainConfig(**given)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][0])
+        raise MpipipeError(
+            f"OptimizerSettings({name}={getattr(settings, name)!r}): {wrong['msg'].lower()}"
+        ) from error
 
 
 def _kinds(made: object) -> str:

@@ -75,7 +75,7 @@ class Outcome:
     @property
     def sound(self) -> bool:
         """Of training: there is a finite loss to update the weights by."""
-        return not self.not_finite and math.isfinite(self.loss) and self.weight != 0
+        return not self.not_finite and math.isfinite(self.loss) and 0 < self.weight < math.inf
 
 
 class Interpreter:

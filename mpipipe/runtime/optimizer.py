@@ -114,7 +114,7 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     warmup: int = 0
     min_lr_ratio: float = 1.0
-    steps: int = 1
+    steps: int | None = None  # until the rate is at its end; None: it stays
     clip: float | None = 1.0
     bits: Bits = "torch"
 
@@ -132,7 +132,7 @@ class OptimizerSettings:
         """Linear warm-up over `warmup` steps, then a cosine down to `min_lr_ratio * lr` at the end."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        done = (step - self.warmup) / max(1, (self.steps or 1) - self.warmup)
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mpipipe.graph.capture import Batch, autocast
-from mpipipe.graph.cut import Code
+from mpipipe.graph.cut import Code, laid_out
 from mpipipe.graph.place import placed
 from mpipipe.graph.recompute import let_go
 from mpipipe.graph.rewrite import BufferUpdate
@@ -41,6 +41,7 @@ _Update = tuple[str, float | None, Tensor | None]  # buffer, momentum, value; No
 class _Stash:
     inputs: list[Tensor]  # leaves that need a gradient
     edges: list[GradientEdge]  # of the sent tensors that need one
+    uncut: list[tuple[int, ...] | None]  # of each, strides that its gradient has where nothing is cut
     pending: Pending | None = None  # of a backward in two
     others: list[Tensor] = field(
         default_factory=list
@@ -95,9 +96,10 @@ class Stage:
         pending = None if code.deferred is None else Pending()
         with torch.set_grad_enabled(train), self.autocast():
             sent, statistics, *held = code.forward(*arguments, *([] if pending is None else [pending]))
-        edges = [get_gradient_edge(t) for t, p in zip(sent, code.sent, strict=True) if train and p.needs_grad]
+        learn = [(t, p) for t, p in zip(sent, code.sent, strict=True) if train and p.needs_grad]
+        edges, uncut = [get_gradient_edge(t) for t, _ in learn], [p.grad_uncut for _, p in learn]
         others = [] if code.deferred is None else self._not_deferred(code)
-        stash = _Stash([t for t in inputs if t.requires_grad], edges, pending, others)
+        stash = _Stash([t for t in inputs if t.requires_grad], edges, uncut, pending, others)
         if code.selective is not None:
             stash.refill = self._letting_go(code, [t.detach() for t in held[0]], arguments)
         return sent, statistics, stash
@@ -233,7 +235,9 @@ class Stage:
 
 def _differentiate(stash: _Stash, grads: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:
     if stash.edges:
-        torch.autograd.backward(stash.edges, list(grads), inputs=inputs)
+        pairs = zip(grads, stash.uncut, strict=True)
+        uncut = [g if stride is None else laid_out(g, stride) for g, stride in pairs]
+        torch.autograd.backward(stash.edges, uncut, inputs=inputs)
     for loss, own in stash.losses:
         loss.copy_(own)
 

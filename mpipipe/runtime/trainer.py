@@ -138,6 +138,11 @@ class Trainer:
             raise MpipipeError(
                 f"step {step}: the weight of the loss is 0, so it has no mean; check the labels"
             )
+        if not 0 < outcome.weight < math.inf:
+            raise MpipipeError(
+                f"step {step}: the weight of the loss is {outcome.weight:g}; give a finite one above 0, "
+                "counted in float32 or int64: float16 ends at 65504"
+            )
         if not outcome.sound:
             why = blame(self.comm, self.interpreter, source, outcome)
             raise MpipipeError(
@@ -170,7 +175,9 @@ class Trainer:
             sums = map(added, zip(*(row for _, row in of_batch), strict=True))
             totals = [a + b for a, b in zip(totals, sums, strict=True)]
         pairs = zip(["loss", *self.variants.metrics], totals[::2], totals[1::2], strict=True)
-        return {name: total / weight if weight else math.nan for name, total, weight in pairs}
+        return {
+            name: total / weight if 0 < abs(weight) < math.inf else math.nan for name, total, weight in pairs
+        }
 
     def predict(self, batch: Batch) -> list[list[Tensor]] | None:
         """The tensors that the model returns for each micro-batch of a given batch, on `last_rank` alone.

@@ -57,6 +57,16 @@ def test_the_seed_changes_training_and_not_validation(texts: list[Dataset]) -> N
     assert (a.encode("a"), a.decode([98])) == ([97], "b")
 
 
+def test_sources_have_all_samples_for_validation_or_none(texts: list[Dataset]) -> None:
+    for source in texts[:2]:
+        source.val_samples = 0  # type: ignore[misc]
+    assert Mixture(texts[:2], [1, 1], seed=0).val_samples == 0
+    with pytest.raises(
+        DataError, match=r"of source 0 and source 2 one has samples for validation, the other"
+    ):
+        Mixture(texts, [1, 1, 1], seed=0)
+
+
 def test_sources_that_do_not_fit_are_named(texts: list[Dataset]) -> None:
     bytes_of = texts[0]
     for other, message in (
