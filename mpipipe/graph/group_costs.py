@@ -45,9 +45,9 @@ def group_costs(
         size = _new_bytes(anatomy, _values(piece, s.saved_received, s.saved_sent), seen)
         waits = s.waiting
         late = _new_bytes(anatomy, _values(piece, waits.received, waits.sent), waiting)
-        grads_of = [piece.sent[i] for i in waits.grads]
-        anew = {n: _laid_out_bytes(anatomy, n) for n in grads_of}  # where they come as messages
-        late_grads = sum(max(_nbytes(n) + beside[n], anew[n]) for n in grads_of)
+        come_late = [piece.sent[i] for i in waits.grads]
+        anew = {n: _laid_out_bytes(anatomy, n) for n in come_late}  # where they come as messages
+        late_grads = sum(max(_nbytes(n) + beside[n], anew[n]) for n in come_late)
         from_before = {anatomy.root(n) for n in piece.received}
         made = again.get(piece.name)
         selective = (made.saved_bytes if made else 0) + sum(b for r, b in size.items() if r in remade)

@@ -84,11 +84,11 @@ def optimizer_of(
             f"OptimizerSettings(min_lr_ratio={settings.min_lr_ratio}) without steps; say after how many the "
             "rate is that, as steps=1000"
         )
-    _check_alike_config(settings)
+    _check_ranges(settings)
     return settings if clip is None else replace(settings, clip=clip)
 
 
-def _check_alike_config(settings: OptimizerSettings) -> None:
+def _check_ranges(settings: OptimizerSettings) -> None:
     """The ranges are those of the configuration."""
     names = ("betas", "eps", "momentum", "weight_decay", "warmup", "min_lr_ratio")
     given: dict[str, Any] = {name: getattr(settings, name) for name in names}
