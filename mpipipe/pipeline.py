@@ -256,6 +256,11 @@ class Pipeline(SharedWork):
             "auto", micro_batches=micro_batches, blocks=blocks, threads=threads, mirror_every=mirror_every
         )
         check_whole(None, max_ranks=max_ranks, val_batch=val_batch, memory_bytes=memory_bytes)
+        if max_ranks is not None and blocks != "auto":
+            raise MpipipeError(
+                f"max_ranks = {max_ranks} is what blocks='auto' goes by, but blocks = {blocks}; set it to "
+                "'auto', or leave max_ranks out"
+            )
         use_kernels(kernels)
         self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)

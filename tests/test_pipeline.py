@@ -965,6 +965,7 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
             r"\(min_lr_ratio=0.1\) without steps; say",
         ),
         ({"seed": 1.5}, "seed = 1.5; give a whole number, from 0 to"),
+        ({"max_ranks": 8}, "max_ranks = 8 is what blocks='auto' goes by, but blocks = 1; set it"),
         ({"weight_of": lambda batch: 2}, "the loss returns 2 values, and weight_of is given"),
     ],
 )
