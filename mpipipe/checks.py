@@ -69,6 +69,14 @@ def check_counts(
         raise MpipipeError(f"blocks = {blocks} does not divide micro_batches = {micro_batches}; change one")
 
 
+def check_max_ranks(max_ranks: int | None, blocks: int | Literal["auto"]) -> None:
+    if max_ranks is not None and blocks != "auto":
+        raise MpipipeError(
+            f"max_ranks = {max_ranks} is what blocks='auto' goes by, but blocks = {blocks}; set it to "
+            "'auto', or leave max_ranks out"
+        )
+
+
 def check_metrics(names: Sequence[str]) -> None:
     if "loss" in names:
         raise MpipipeError("a metric is called 'loss', as the loss is in every evaluation; rename it")

@@ -31,6 +31,7 @@ from mpipipe.checks import (
     check_given,
     check_kernels,
     check_limit,
+    check_max_ranks,
     check_metrics,
     check_named,
     check_replicas,
@@ -104,7 +105,8 @@ P = ParamSpec("P")
 
 def _in_a_call(init: Callable[P, None]) -> Callable[P, None]:
     """To make a pipeline is a call of all ranks, as its methods are. Those of a run, which gives its `comm`,
-    are watched by the run; those that outlive ranks do not make the same calls after a loss."""
+    are watched by the run; those that outlive ranks do not make the same calls after a loss. Whole numbers of
+    NumPy become those of Python."""
 
     @wraps(init)
     def made(*args: P.args, **given: P.kwargs) -> None:
@@ -256,11 +258,7 @@ class Pipeline(SharedWork):
             "auto", micro_batches=micro_batches, blocks=blocks, threads=threads, mirror_every=mirror_every
         )
         check_whole(None, max_ranks=max_ranks, val_batch=val_batch, memory_bytes=memory_bytes)
-        if max_ranks is not None and blocks != "auto":
-            raise MpipipeError(
-                f"max_ranks = {max_ranks} is what blocks='auto' goes by, but blocks = {blocks}; set it to "
-                "'auto', or leave max_ranks out"
-            )
+        check_max_ranks(max_ranks, blocks)
         use_kernels(kernels)
         self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)

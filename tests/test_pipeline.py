@@ -950,20 +950,11 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
         ({"optimizer": OptimizerSettings(lr=-1)}, r"OptimizerSettings\(lr=-1\); give a number, 0 at least"),
         ({"optimizer": OptimizerSettings(clip=float("nan"))}, "clip = nan; give a number above 0"),
         ({"optimizer": OptimizerSettings(lr=float("inf"))}, r"OptimizerSettings\(lr=inf\); give a number"),
-        (
-            {"optimizer": OptimizerSettings(betas=(1.0, 0.9))},
-            r"\(betas=\(1.0, 0.9\)\): input should be",
-        ),
-        (
-            {"optimizer": OptimizerSettings(eps=-1.0)},
-            r"\(eps=-1.0\): input should be greater",
-        ),
+        ({"optimizer": OptimizerSettings(betas=(1.0, 0.9))}, r"\(betas=\(1.0, 0.9\)\): input should be"),
+        ({"optimizer": OptimizerSettings(eps=-1.0)}, r"\(eps=-1.0\): input should be greater"),
         ({"optimizer": OptimizerSettings("sgd", momentum=2.0)}, r"OptimizerSettings\(momentum=2.0\): input"),
         ({"optimizer": OptimizerSettings(warmup=-3)}, r"OptimizerSettings\(warmup=-3\): input"),
-        (
-            {"optimizer": OptimizerSettings(min_lr_ratio=0.1)},
-            r"\(min_lr_ratio=0.1\) without steps; say",
-        ),
+        ({"optimizer": OptimizerSettings(min_lr_ratio=0.1)}, r"\(min_lr_ratio=0.1\) without steps; say"),
         ({"seed": 1.5}, "seed = 1.5; give a whole number, from 0 to"),
         ({"max_ranks": 8}, "max_ranks = 8 is what blocks='auto' goes by, but blocks = 1; set it"),
         ({"weight_of": lambda batch: 2}, "the loss returns 2 values, and weight_of is given"),

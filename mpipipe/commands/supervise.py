@@ -289,7 +289,8 @@ class Supervisor:
     def _program(self, again: bool) -> list[str]:
         o = self.options
         flags = ["--resume"] if again or o.resume else []
-        if o.new_numerics and len({_saved(self.run_dir), self.began_at} - {None}) < 2:  # else one has them
+        saved = _saved(self.run_dir) if o.new_numerics else None
+        if o.new_numerics and (saved is None or self.began_at in (None, saved)):  # else a checkpoint has them
             flags.append("--new-numerics")
         if o.plan and self.ranks == self.all_ranks:
             flags += ["--plan", o.plan]

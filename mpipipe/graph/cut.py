@@ -216,14 +216,19 @@ def _port(anatomy: Anatomy, node: fx.Node, travels: bool) -> Port:
     stride = sent_strides(value) if travels else tuple(value.stride())
     grad = anatomy.grads.get(node) if travels else None
     sent = stride if grad is None else sent_strides(grad)
-    uncut = None if grad is None or tuple(grad.stride()) == sent else tuple(grad.stride())
-    return Port(node.name, spec_of(node), stride, needs_grad(node), sent, uncut)
+    return Port(node.name, spec_of(node), stride, needs_grad(node), sent, uncut_strides(grad))
 
 
 def sent_strides(t: Tensor) -> tuple[int, ...]:
     """In a message, which is dense."""
     dense = is_non_overlapping_and_dense_or_false(t)
     return tuple(t.stride() if dense else make_contiguous_strides_for(t.shape))
+
+
+def uncut_strides(grad: Tensor | None) -> tuple[int, ...] | None:
+    """As `Port.grad_uncut`, of a gradient as it is where nothing is cut."""
+    stride = None if grad is None else tuple(grad.stride())
+    return None if grad is None or stride == sent_strides(grad) else stride
 
 
 def _without_gaps(anatomy: Anatomy, node: fx.Node, made: fx.Node) -> fx.Node:

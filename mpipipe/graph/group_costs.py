@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mpipipe.graph.anatomy import Anatomy, needs_grad, output_specs, spec_of
-from mpipipe.graph.cut import sent_strides
+from mpipipe.graph.cut import uncut_strides
 from mpipipe.graph.groups import group_of
 from mpipipe.graph.pieces import Piece, Remade, Sample
 from mpipipe.graph.split import split
@@ -78,10 +78,10 @@ def group_costs(
 def _laid_out_bytes(anatomy: Anatomy, node: fx.Node) -> int:
     """What a stage makes of the gradient of `node`, where it is sent dense and was not."""
     grad = anatomy.grads.get(node)
-    if grad is None or tuple(grad.stride()) == sent_strides(grad):
+    if grad is None or (stride := uncut_strides(grad)) is None:
         return 0
-    reach = 1 + sum((size - 1) * step for size, step in zip(grad.shape, grad.stride(), strict=True))
-    return reach * grad.element_size()
+    made = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device="meta")
+    return made.untyped_storage().nbytes()
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from made_run import made_plan, made_report
@@ -177,17 +178,10 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_not_taken_for_none(folder,
         with monkeypatch.context() as patch:
             if number is not None:
                 failing = OSError(number, os.strerror(number), "run.json")
-                patch.setattr("mpipipe.state.resume.read_small", raising(failing))
+                patch.setattr("mpipipe.state.resume.read_small", Mock(side_effect=failing))
             found = command._saved(folder / "run")
         assert found == (None if number == errno.EIO else step)
         shutil.rmtree(folder / "run")
-
-
-def raising(error: Exception) -> Any:
-    def fails(*_: object) -> None:
-        raise error
-
-    return fails
 
 
 def test_a_finished_run_is_not_started_again(folder, capfd) -> None:

@@ -7,10 +7,10 @@ import math
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -294,22 +294,15 @@ def test_a_file_system_that_fails_for_a_moment_is_worth_another_start(
 ) -> None:
     for number, kind in ((errno.EIO, "failed"), (errno.EACCES, "error")):
         failing = OSError(number, os.strerror(number), str(letters))
-        monkeypatch.setattr(np, "memmap", raising(failing))
+        monkeypatch.setattr(np, "memmap", Mock(side_effect=failing))
         with pytest.raises(DataError, match=rf"cannot be read \({os.strerror(number)}\)") as found:
             open_dataset(text_config(letters), letters.parent)
         assert found.value.kind == kind
-        monkeypatch.setattr(Path, "open", raising(failing))
+        monkeypatch.setattr(Path, "open", Mock(side_effect=failing))
         with pytest.raises(DataError, match=rf"letters.*: cannot be read \({os.strerror(number)}\)") as found:
             prepare(text_config(letters.parent), letters.parent / "run", is_root=True)
         assert found.value.kind == kind
         monkeypatch.undo()
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    return fails
 
 
 @pytest.mark.slow
