@@ -37,6 +37,14 @@ BAR = 0.03  # of the step, exposed
 PASSED = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VIRTUAL_ENV")
 
 
+def testbed_of(parser: argparse.ArgumentParser) -> Path:
+    """The folder of hosts-up; ends the program where there is none."""
+    testbed = os.environ.get("MPIPIPE_TESTBED")
+    if not testbed:
+        parser.error("needs virtual hosts; set MPIPIPE_TESTBED to the folder of hosts-up")
+    return Path(testbed)
+
+
 class Hosts:
     """Two hosts for as long as it is open; folder: for their runs."""
 
@@ -50,19 +58,23 @@ class Hosts:
         run([str(self._testbed / "hosts-down"), *GROUP[:2]])
 
     def shape(self, rate: str) -> None:
+        """rate: such as 1gbit."""
         run([str(self._testbed / "hosts-up"), "-n", "2", "--rate", rate, "--delay", DELAY, *GROUP])
 
     def train(self, model: str, *settings: str) -> Path:
         """The folder of a run."""
         self._runs += 1
         folder = self._folder / str(self._runs)
-        passed = [word for name in PASSED if name in environment() for word in ("-x", name)]
-        start = [str(self._testbed / "hosts-mpirun"), *GROUP[:2], "-n", "2", "--", *passed, "--"]
         more = [f"run.dir={folder}", AS_PLANNED, *settings]
-        work = [sys.executable, "-m", "mpipipe.train", config_of(model), *more]
         say(" ".join([model, *settings]))
-        run([*start, *work])
+        self.launch(2, "-m", "mpipipe.train", config_of(model), *more)
         return folder
+
+    def launch(self, ranks: int, *arguments: str) -> str:
+        """What `python arguments...` prints on that many ranks, spread evenly."""
+        passed = [word for name in PASSED if name in environment() for word in ("-x", name)]
+        start = [str(self._testbed / "hosts-mpirun"), *GROUP[:2], "-n", str(ranks), "--", *passed, "--"]
+        return run([*start, sys.executable, *arguments])
 
 
 def plan_of(folder: Path) -> Plan:
@@ -136,10 +148,8 @@ def main(argv: Sequence[str]) -> None:
     models = parser.parse_args(argv).models.split(",")
     if unknown := set(models) - MODELS.keys():
         parser.error(f"--models: there are {', '.join(MODELS)}, not {', '.join(sorted(unknown))}")
-    testbed = os.environ.get("MPIPIPE_TESTBED")
-    if not testbed:
-        parser.error("needs virtual hosts; set MPIPIPE_TESTBED to the folder of hosts-up")
-    with tempfile.TemporaryDirectory() as folder, Hosts(Path(testbed), Path(folder)) as hosts:
+    testbed = testbed_of(parser)
+    with tempfile.TemporaryDirectory() as folder, Hosts(testbed, Path(folder)) as hosts:
         for model in models:
             found = {"model": model, "delay": DELAY, **MODELS[model](hosts), "machine": machine()}
             print(json.dumps(found), flush=True)

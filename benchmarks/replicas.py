@@ -1,6 +1,7 @@
 """What replicas exchange in a step, beside MPI's own collectives for as many bytes.
 
     python -m benchmarks.replicas [--ranks 2] [--mib 64] [--steps 12]
+    MPIPIPE_TESTBED=<folder of hosts-up> python -m benchmarks.replicas --rate 1gbit    # between two hosts
 
 R replicas of a network of linear layers train for some steps. After each step the same ranks sum a buffer as
 large as the gradients by MPI_Allreduce, and by MPI_Reduce_scatter_block and MPI_Allgather, which are its two
@@ -17,8 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +30,14 @@ from torch import nn
 
 from benchmarks.bars import at_least
 from benchmarks.common import launch, machine
+from benchmarks.hosts import Hosts, testbed_of
 from mpipipe.cluster import overlap
 from mpipipe.cluster.mpi import MpiCommunicator, connect
 from mpipipe.data.synthetic import SyntheticVectors
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
 from mpipipe.models import cross_entropy
+from mpipipe.planner.exchange import exchange_of
 from mpipipe.runtime.optimizer import OptimizerSettings
 from mpipipe.runtime.process import resident_memory
 from mpipipe.runtime.setting import numerics_of, set_threads
@@ -54,7 +59,9 @@ def trainer_of(comm: MpiCommunicator, mib: int, steps: int) -> Trainer:
         batch=ROWS * comm.size, micro_batches=comm.size, blocks=1, reduce="fast", threads=1, gemm="mkl",
         precision="fp32", tied="per_use", seed=0,
     )  # fmt: skip
-    layout = Layout((), (tuple(range(comm.size)),), "1f1b", 4)
+    ranks = tuple(range(comm.size))
+    by_node = exchange_of(comm.node_of_rank).by_node
+    layout = Layout((), (ranks,), "1f1b", 4, nodes=comm.node_of_rank if by_node else ())
     plan = Plan(numerics, layout, Prediction(0.0, 0.0, 0.0, (), 0.0, 0.0))
     return Trainer(comm, variants, plan, OptimizerSettings(steps=steps), data)
 
@@ -101,7 +108,8 @@ def rank_main(mib: int, steps: int) -> None:
     found["ratio"] = min(found[name] for name in ways) / found["exchange_s"]
     found |= at_least(found["ratio"], BAR)
     if comm.rank == 0:
-        print(json.dumps({"replicas": comm.size, "mib": mib} | found | {"machine": machine()}), flush=True)
+        job = {"replicas": comm.size, "nodes": comm.node_of_rank, "mib": mib}
+        print(json.dumps(job | found | {"machine": machine()}), flush=True)
     mpi.Free()
     comm.close()
 
@@ -111,12 +119,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=64, help="of weights")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rate", help="of a network between two hosts of the test bed, such as 1gbit")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)  # this process is one
     a = parser.parse_args(argv)
     if a.rank:
         rank_main(a.mib, a.steps)
         return
-    print(launch(a.ranks, "-m", "benchmarks.replicas", "--rank", f"--mib={a.mib}", f"--steps={a.steps}"))
+    job = (a.ranks, "-m", "benchmarks.replicas", "--rank", f"--mib={a.mib}", f"--steps={a.steps}")
+    if a.rate is None:
+        print(launch(*job).splitlines()[-1])
+        return
+    with tempfile.TemporaryDirectory() as folder, Hosts(testbed_of(parser), Path(folder)) as hosts:
+        hosts.shape(a.rate)
+        print(hosts.launch(*job).splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ from mpipipe.state.parts import Beside
 from mpipipe.state.resume import RunState
 from mpipipe.state.saving import Saver
 from mpipipe.state.verify import check_read
+from mpipipe.state.writing import check_storable
 from mpipipe.survival import Newest, Recovery, Survival
 from mpipipe.values import Cluster, Plan, Program, Timeline, from_json, to_json
 
@@ -349,8 +350,10 @@ class Pipeline(SharedWork):
     def _source(self, model: Model, initial: Initial | None, weights: Reader | None) -> ModelSource:
         """The model, with the first values that it was given or those of a checkpoint. Collective."""
         source = ModelSource(model, self.numerics.seed, weights or initial)
+        specs = {name: spec(source.tensor(name)) for name in source.persistent}
+        check_storable(specs, "the model")
         if weights is not None:
-            weights.check({name: spec(source.tensor(name)) for name in source.persistent})
+            weights.check(specs)
         check_given(self.comm, source)
         return source
 

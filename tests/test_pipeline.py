@@ -46,6 +46,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.planner import SCHEDULES
 from mpipipe.planner.copies import Copies, ranks_in_each, shape_of
 from mpipipe.planner.programs import cut_indices
+from mpipipe.planner.schedules import build, to_text
 from mpipipe.planner.stages import bounds
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime import rehearsal
@@ -1404,6 +1405,14 @@ def test_what_evaluation_alone_reads_is_there_on_any_number_of_ranks_and_after_a
 
 
 @pytest.mark.slow
+def test_a_tensor_that_no_checkpoint_can_hold_is_refused_before_a_step() -> None:
+    net = Net()
+    net.register_buffer("turns", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"the model: 'turns' is complex128, .* as another type"):
+        alone(lambda comm: pipeline(comm, net))
+
+
+@pytest.mark.slow
 def test_a_model_without_anything_to_train_is_refused() -> None:
     with pytest.raises(MpipipeError, match="all are frozen"):
         alone(lambda comm: pipeline(comm, lambda: Net().requires_grad_(False)))
@@ -1475,7 +1484,9 @@ def test_a_file_may_be_the_schedule(tmp_path: Path) -> None:
     file = tmp_path / "order.csv"
     file.write_text("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1B0,1B1,1F2,1B2,1F3,1B3\n")
     assert trained(2, schedule=str(file)) == plainly_trained()
-    file.write_text("0F0,0B0\n1F0\n")  # it is read again
+    file.write_text(to_text(build("zb-v", 4, 4)))  # it is read again: two stages per rank, backwards in two
+    assert trained(2, schedule=str(file)) == plainly_trained()
+    file.write_text("0F0,0B0\n1F0\n")
     with pytest.raises(PlanError, match=r"order\.csv: stage 1, micro-batch 0 has F; it needs F and B"):
         run_local(2, lambda comm: pipeline(comm, schedule=str(file)))
     with pytest.raises(ConfigError, match=r"none\.csv"):

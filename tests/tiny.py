@@ -62,6 +62,17 @@ class ConvNorm(nn.Module):
         return self.head(torch.relu(self.norm(self.fc(x.flatten(1)))))
 
 
+class NarrowConvNorm(ConvNorm):
+    """All in bf16: statistics of the norm without weights are wider than its buffers, as torch makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
 class SkipNet(nn.Module):
     """Like a U-Net (Ronneberger et al. 2015): what goes down is seen again on the way up, and the input
     once more at the end, so every cut but the first and the last has a skip to relay."""
@@ -157,6 +168,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
     "gpt, untied, no dropout": (gpt(tied=False, dropout=0.0), TOKENS),
     "mlp": (partial(MLP, SIDE * SIDE, (16, 16, 16), CLASSES, 0.1), VECTORS),
     "conv and norm": (ConvNorm, VECTORS),
+    "conv and norm, in bf16": (NarrowConvNorm, VECTORS),
     "skips": (SkipNet, VECTORS),
     "thrice": (Thrice, VECTORS),
     "traps": (Traps, VECTORS),

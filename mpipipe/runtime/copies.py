@@ -70,9 +70,7 @@ class Copies:
         for mine in self._buckets(owners):
             yield torch.empty_like(mine), partial(self._take, other, mine)
         for micro in self._micros(other, self.copy, n_micro) if 0 in owners else ():
-            found = [(u, None if u.statistic is None else self._empty(u)) for u in self._updates]
-            self.stage.take_statistics(micro, found)
-            for value in (value for _, value in found if value is not None):
+            for value in self.stage.room_for_statistics(micro):
                 yield value, None
 
     def _buckets(self, owners: Iterable[int]) -> Iterator[Tensor]:
@@ -96,9 +94,6 @@ class Copies:
         return [
             micro for part in self._exchange.parts(copy, other) for micro in share_of(part, self.n, n_micro)
         ]
-
-    def _empty(self, update: BufferUpdate) -> Tensor:
-        return torch.empty_like(self.weights.buffer(update.buffer))
 
     # -- weights -------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from mpipipe.graph.capture import Batch, autocast
 from mpipipe.graph.cut import Code, laid_out
 from mpipipe.graph.place import placed
 from mpipipe.graph.recompute import let_go
-from mpipipe.graph.rewrite import BufferUpdate
 from mpipipe.ops.deferred import Pending
 from mpipipe.ops.device import here
 from mpipipe.runtime.weights import StageWeights
@@ -224,9 +223,13 @@ class Stage:
         found = (value for micro in micros for _, _, value in self._statistics[micro])
         return [value.contiguous() for value in found if value is not None]
 
-    def take_statistics(self, micro: int, found: Sequence[tuple[BufferUpdate, Tensor | None]]) -> None:
-        """Those of a micro-batch that another copy of the stage has done."""
-        self._statistics[micro] = [(update.buffer, update.momentum, value) for update, value in found]
+    def room_for_statistics(self, micro: int) -> list[Tensor]:
+        """For those of a micro-batch that another copy of the stage has done, each like one of its own: a
+        buffer may have another dtype, as a BatchNorm without weights has in bf16."""
+        own = next(iter(self._statistics.values()))
+        room = [(name, momentum, None if t is None else torch.empty_like(t)) for name, momentum, t in own]
+        self._statistics[micro] = room
+        return [t for _, _, t in room if t is not None]
 
     def forget_statistics(self) -> None:
         """Of a step that updates nothing."""

@@ -45,15 +45,20 @@ class Written(Value):
     digests: dict[str, str]  # of its tensors, as they lie in it
 
 
+def check_storable(specs: Mapping[str, TensorSpec], where: str) -> None:
+    """Raises CheckpointError for a tensor that no shard can hold."""
+    if strange := [name for name, spec in specs.items() if spec.dtype not in _WORDS]:
+        raise CheckpointError(
+            f"{where}: '{strange[0]}' is {specs[strange[0]].dtype}, for which safetensors has no word; keep "
+            "it as another type"
+        )
+
+
 def write_shard(
     path: Path, specs: Mapping[str, TensorSpec], pieces: Callable[[str], Iterable[memoryview]]
 ) -> Written:
     """pieces: the bytes of a tensor, in order. Raises CheckpointError."""
-    if strange := [name for name, spec in specs.items() if spec.dtype not in _WORDS]:
-        raise CheckpointError(
-            f"{path}: '{strange[0]}' is {specs[strange[0]].dtype}, for which safetensors has no word; keep "
-            "it as another type"
-        )
+    check_storable(specs, str(path))
     order = sorted(specs, key=lambda name: -_itemsize(specs[name]))  # so that each is aligned
     header = _header({name: specs[name] for name in order})
     digests: dict[str, str] = {}

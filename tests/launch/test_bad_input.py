@@ -181,6 +181,7 @@ def test_a_memory_limit_names_the_least_number_of_ranks(launch: Launch, folder: 
     said = refusal(train(launch, folder, 2, *SHORT_OF_MEMORY, f"run.dir={tmp_path}/run"))
     size = r"\S+ (MiB|KiB|bytes)"
     assert re.search(rf"stage [01] of 2 \(rank [01], {size}.*\) cannot hold .*: {size} short", said), said
+    assert "even with full recomputation" in said
     assert "start 3 ranks: that is the least that would do" in said
 
 

@@ -163,6 +163,19 @@ def test_a_sigterm_to_the_launch_script_ends_cleanly(launch: Launch, folder: Pat
     assert len(load(folder / "run" / "checkpoint")) == 8
 
 
+def test_over_tcp_messages_move_while_ranks_compute_and_change_no_bits(launch: Launch) -> None:
+    """As between nodes, where ranks of one machine share memory: by settings that Open MPI alone knows."""
+    job = launch(
+        2, "-m", "pytest", "tests/mpi/test_comm.py", "tests/mpi/test_bits.py", "--with-mpi", "-q",
+        "-m", "mpi and not full",
+        "-k", "arrive or large_message or who_moves or with_measured_costs or several_stages_on_a_rank",
+        env={"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert " passed" in job.stdout
+    assert "skipped" not in job.stdout
+
+
 def test_neither_the_thread_level_of_mpi_nor_omp_num_threads_changes_bits(
     launch: Launch, folder: Path
 ) -> None:

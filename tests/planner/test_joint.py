@@ -21,7 +21,7 @@ from mpipipe.planner.programs import program_for
 from mpipipe.planner.schedules import PLAIN
 from mpipipe.planner.schedules.registry import BUILT_IN
 from mpipipe.planner.sizing import MOST_SIZES, costs_at, settle
-from mpipipe.values import Costs, GroupCost, Layout, Link, Numerics, Schedule
+from mpipipe.values import Costs, GroupCost, Layout, Link, Numerics, Plan, Schedule
 
 BATCH = 6
 
@@ -232,6 +232,21 @@ def test_gpipe_is_chosen_where_links_are_slow_and_memory_is_there():
     by = {(t.micro_batches, t.schedule): t.step_s for t in found.tried}
     assert by[8, "gpipe"] < by[8, "1f1b"]
     assert found.plan.layout.schedule == "gpipe"
+
+
+def test_another_schedule_is_chosen_where_the_quickest_one_has_no_room():
+    slow = uniform(4, 4, act_bytes=8, grad_bytes=8, stash_bytes=1 << 20)
+
+    def chosen(room: int, *schedules: str) -> Plan:
+        with_room = dataclasses.replace(slow, cluster=cluster([1.0] * 4, [room] * 4, Link(2.0, 8.0)))
+        only = dataclasses.replace(asked(4, 8, schedules or ("gpipe", "1f1b")), counts=(8,))
+        return search(only, lambda count: of_size(with_room, 1.0, 0.0)).plan
+
+    assert chosen(HUGE).layout.schedule == "gpipe"
+    room = max(chosen(HUGE, "1f1b").prediction.peak_bytes)
+    found = chosen(room)
+    assert found.layout.schedule == "1f1b"
+    assert max(found.prediction.peak_bytes) <= room < max(chosen(HUGE).prediction.peak_bytes)
 
 
 def test_a_schedule_that_refuses_a_number_leaves_the_others(monkeypatch):

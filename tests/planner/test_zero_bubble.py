@@ -108,6 +108,22 @@ def test_zb_h2_leaves_no_rank_waiting(p, m):
     assert live_micro_batches(made("zb-h2", p, m)) == (2 * p - 1,) * p
 
 
+def most_waiting(schedule: Schedule) -> list[int]:
+    """By rank, of how many inputs' gradients the weights' ones wait at most."""
+    orders = map(schedule.actions, range(len(schedule.codes)))
+    steps = [[(a.kind == Op.I) - (a.kind == Op.W) for a in order] for order in orders]
+    return [max(itertools.accumulate(of_rank)) for of_rank in steps]
+
+
+@given(RANKS, MICROS)
+@settings(max_examples=10)
+def test_weight_gradients_that_wait_are_bounded_whatever_the_number_of_micro_batches(p, m):
+    assert most_waiting(made("zb-h1", p, m)) == [min(s + 1, m) for s in range(p)]
+    assert most_waiting(made("zb-h2", p, m)) == [min(2 * s + 1, m) for s in range(p)]
+    for name in ("zb-v", "v-half", *PLANNED):
+        assert max(most_waiting(made(name, p, m + 32))) <= 2 * p
+
+
 @given(RANKS, MICROS)
 @settings(max_examples=10)
 def test_zb_v_leaves_no_rank_waiting_with_the_memory_of_1f1b(p, m):
@@ -146,6 +162,24 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_rank(p, v, rounds):
 
 def test_interleaved_with_one_stage_per_rank_takes_as_long_as_1f1b():
     assert timed(build("interleaved", 4, 8, 4)).makespan_s == timed(made("1f1b", 4, 8)).makespan_s
+
+
+@given(RANKS, MICROS)
+@settings(max_examples=10)
+def test_forwards_alone_wait_for_the_first_one_only(p, m):
+    stages = (StageCost(1.0, 1.0, 1.0, 0.0, 0, 1, 0, 0, 0),) * p
+    program = lower(forward_only(p, m), (), "per_use", ENOUGH, train=False)
+    timeline = simulate(program, stages, cluster([1.0] * p, [HUGE] * p, FREE))
+    assert timeline.makespan_s == m + p - 1
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(RANKS, MICROS)
+@settings(max_examples=10)
+def test_backwards_in_two_shorten_the_interleaved_order(p, m):
+    m = p * -(-m // p)
+    in_two, whole = (timed(made(name, p, m)).makespan_s for name in ("interleaved-planned", "interleaved"))
+    assert 6 * m + p - 1 <= in_two <= whole
 
 
 def test_they_look_like_their_pictures():

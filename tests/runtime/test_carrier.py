@@ -30,10 +30,12 @@ from tiny import (
 
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
-from mpipipe.data.synthetic import SyntheticVectors
+from mpipipe.data.synthetic import SyntheticTokens, SyntheticVectors
 from mpipipe.errors import MpipipeError
 from mpipipe.graph.program import Batch
+from mpipipe.planner.copies import Copies, most_copies, ranks_in_each
 from mpipipe.runtime import copies as runtime_copies
+from mpipipe.runtime.feed import split_evenly
 from mpipipe.runtime.setting import set_threads
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.digests import tensor_digest
@@ -309,6 +311,38 @@ def test_optimizer_state_is_on_one_copy_each(schedule: str) -> None:
     assert first | second == whole
     n_stages = len(placement(schedule, 1))  # each is shared for itself
     assert abs(sum(first.values()) - sum(second.values())) <= n_stages * max(whole.values())
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(2, 2), (4, 2), (4, 4), (3, (2, 1))], ids=str)
+@pytest.mark.slow
+def test_each_copy_reads_the_samples_of_its_own_micro_batches(ranks: int, copies: Copies) -> None:
+    case = Case("gpt", batch=15, micro_batches=8, blocks=4)
+    warm(case)
+
+    class Noting(SyntheticTokens):
+        def __init__(self) -> None:
+            super().__init__(32, 16, SEED)
+            self.asked = set[int]()
+
+        def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch:
+            if step == 0 and split == "train":
+                self.asked.update(range(start, stop))
+            return super().batch(split, step, start, stop, keys)
+
+    def body(comm: Communicator) -> tuple[set[int], set[int]]:
+        order = range(ranks_in_each(copies, ranks))
+        cuts = even_cuts(case.variants.graph.groups, len(order))
+        plan = plan_of(case, "1f1b", cuts, order=order, copies=copies)
+        data = Noting()
+        trainer = Trainer(comm, case.variants, plan, case.settings, data)
+        trainer.step(0)
+        bounds, own = split_evenly(case.batch, case.micro_batches), trainer.program.share_on(comm.rank)
+        return data.asked, {sample for micro in own for sample in range(*bounds[micro])}
+
+    found = run_local(ranks, body)
+    assert all(asked == own for asked, own in found)
+    assert set().union(*(asked for asked, _ in found)) == set(range(case.batch))
+    assert min(len(asked) for asked, _ in found) <= -(-case.batch // most_copies(copies))
 
 
 @pytest.mark.slow

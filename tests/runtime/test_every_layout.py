@@ -1,8 +1,9 @@
 """Every schedule, number of replicas and way to recompute trains to the bits of one rank.
 
 One generator makes all cells, threads as ranks. The ordinary tests run a part of them in which every two
-values of two axes meet; make test-full runs all. `test_carrier.py` has what the axes do not: cuts, fast bits,
-precision, few micro-batches, unlike numbers of replicas.
+values of two axes meet, and every schedule BatchNorm in one pipeline and in two; make test-full runs all.
+`test_carrier.py` has what the axes do not: cuts, fast bits, precision, few micro-batches, unlike numbers of
+replicas.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 import pytest
@@ -61,9 +62,10 @@ def cells() -> Iterator[tuple[Cell, bool]]:
 
 ALL = [cell for cell, _ in cells()]
 PAIRS = [cell for cell, chosen in cells() if chosen]
+OF_NORMS = [cell for cell in ALL if cell.model != "gpt" and cell.copies <= 2 and not cell.recompute]
 
 
-@pytest.mark.parametrize("cell", full_but(PAIRS, ALL), ids=str)
+@pytest.mark.parametrize("cell", full_but([*PAIRS, *OF_NORMS], ALL), ids=str)
 @pytest.mark.slow
 def test_every_layout_gives_the_bits_of_one_rank(cell: Cell) -> None:
     got = train_local(
@@ -114,6 +116,22 @@ def test_backwards_in_two_give_the_bits_of_one_rank_for_every_kind_of_model(
     if isinstance(case, HfCase):
         pytest.importorskip("transformers")
     assert differences(one_stage(case, 1), train_local(case, 2, schedule, window=16)) == []
+
+
+AS_COPIES = [
+    *zip((replace(case, blocks=2) for case in KINDS), itertools.cycle(SCHEDULES), strict=False),
+    (Case("conv and norm", bits="fast", batch=11, blocks=2, evaluate=True, steps=2), "zb-v"),
+    (Case("conv and norm, in bf16", batch=11, blocks=2, evaluate=True, steps=2), "1f1b"),
+    (Case("gpt", precision="bf16", tied="eager", blocks=2, steps=2), "zb-planned"),
+]
+
+
+@pytest.mark.parametrize(("case", "schedule"), AS_COPIES, ids=str)
+@pytest.mark.slow
+def test_two_copies_give_the_bits_of_one_rank_for_every_kind_of_model(case: Case, schedule: str) -> None:
+    if isinstance(case, HfCase):
+        pytest.importorskip("transformers")
+    assert differences(one_stage(case, 1), train_local(case, 4, schedule, window=16, copies=2)) == []
 
 
 OF_MEAN = HolesCase("llama", bits="fast", batch=15, micro_batches=8, blocks=4, evaluate=True, steps=2)

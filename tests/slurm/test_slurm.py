@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from slurm_jobs import REPOSITORY, command, sha_of
 
+from mpipipe.values import Plan, Report, from_json
+
 pytestmark = pytest.mark.slurm
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_a_job_trains_to_the_bits_of_mpirun_with_either_launcher(
@@ -31,6 +35,31 @@ def test_a_job_trains_to_the_bits_of_mpirun_with_either_launcher(
         assert "ranks: 2, 1(x2) by node, the tasks of the job" in output
         assert f"launcher: {launcher or f'{sys.prefix}/bin/mpirun'} --" in output
         assert sha_of(folder / run) == whole_sha
+
+
+def test_replicas_on_two_nodes_train_as_one_rank_does(slurm: None, folder: Path, launch: Launch) -> None:
+    """Two on each to the same bits; two and one node by node, in another order of the same sums."""
+
+    def ran(run: str) -> Report:
+        return from_json(Report, (folder / run / "summary.json").read_text())
+
+    alone = launch(1, "-m", "mpipipe.train", "config.yaml", "run.dir=alone", "pipeline.blocks=4", cwd=folder)
+    assert alone.returncode == 0, alone.stderr
+    for run, how, ranks, nodes in (
+        ("exact", "pipeline.blocks=4", (0, 1, 2, 3), ()),
+        ("fast", "pipeline.reduce=fast", (0, 1, 2), (0, 0, 1)),
+    ):
+        job = command(
+            "srun", "--mpi=pmix", "-N", "2", "-n", str(len(ranks)), "--distribution=block",
+            sys.executable, "-m", "mpipipe.train", "config.yaml", f"run.dir={run}", how,
+            f"pipeline.replicas={len(ranks)}",
+            cwd=folder, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        )  # fmt: skip
+        assert job.returncode == 0, job.stdout + job.stderr
+        layout = from_json(Plan, (folder / run / "plan.json").read_text()).layout
+        assert (layout.ranks, layout.nodes) == ((ranks,), nodes)
+    assert sha_of(folder / "exact") == sha_of(folder / "alone")
+    assert ran("fast").final_loss == pytest.approx(ran("alone").final_loss, rel=1e-4)
 
 
 def test_ranks_with_more_threads_than_a_node_has_cores_share_them(slurm: None, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 Each cell has the stage, the kind and the micro-batch of an action, as torch.distributed.pipelining writes
 them (`_Action`). An empty one is a unit of waiting there; here it says nothing: times follow from the order.
+So do messages, and when weights are there: torch's cells of them (`0SEND_F1`, `1UNSHARD`) say nothing. A
+forward and a backward that it overlaps (`(0F3;3B1)OVERLAP_F_B`) are two actions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from mpipipe.planner.schedules.orders import by_rank
 from mpipipe.values import Action, Op, Schedule
 
 _ACTION = re.compile(r"(\d*)([FBIW])(\d+)")
-_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")  # of torch
+_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
+_OVERLAPPED = re.compile(r"\(([^,;()]+);([^,;()]+)\)OVERLAP_F_B")
 
 
 def to_text(schedule: Schedule) -> str:
@@ -40,7 +43,7 @@ def from_text(text: str, name: str = "the schedule") -> Schedule:
     planned.
     """
     lines = text.removeprefix("\ufeff").rstrip().split("\n")  # which spreadsheets put before UTF-8
-    words = [[word.strip() for word in line.split(",") if word.strip()] for line in lines]
+    words = [_words(line) for line in lines]
     if not any(words):
         raise PlanError(f"{name}: is empty; write one line per rank, such as 0F0,0F1,0B0,0B1")
     if [] in words:
@@ -68,6 +71,12 @@ def from_lines(name: str, lines: Sequence[str], n_stages: int, n_micro: int) -> 
     return _checked(called, rows, n_stages, n_micro)
 
 
+def _words(line: str) -> list[str]:
+    """Of what computes."""
+    words = [word.strip() for word in _OVERLAPPED.sub(r"\1,\2", line).split(",")]
+    return [word for word in words if word and not _MESSAGE.fullmatch(word)]
+
+
 def _action(name: str, where: str, word: str, stage: int | None, count: int) -> Action:
     """count: of all actions, more than there are stages or micro-batches."""
     match = _ACTION.fullmatch(word)
@@ -75,10 +84,6 @@ def _action(name: str, where: str, word: str, stage: int | None, count: int) -> 
         what = "write F or B and the number of the micro-batch, such as F0" if stage is not None else (
             "write the stage, F, B, I or W, and the micro-batch, such as 2F0"
         )  # fmt: skip
-        if _MESSAGE.fullmatch(word):
-            what = 'have torch write it by _dump_csv(file, format="compute_only"), or leave out such cells'
-        elif word.endswith("OVERLAP_F_B"):
-            what = "write the forward and the backward in two cells"
         raise PlanError(f"{name}, {where}: {word!r} is no action; {what}")
     number = {what: digits.lstrip("0") for what, digits in (("stage", match[1]), ("micro-batch", match[3]))}
     for what, digits in number.items():
