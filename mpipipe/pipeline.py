@@ -40,7 +40,7 @@ from mpipipe.checks import (
     check_whole,
     notes_of_parts,
 )
-from mpipipe.cluster.agree import agree, surroundings
+from mpipipe.cluster.agree import agree, from_root, surroundings
 from mpipipe.cluster.binding import bind_ranks
 from mpipipe.cluster.calls import CallsWatchdog, Limit, Unwatched
 from mpipipe.cluster.comm import Communicator
@@ -414,17 +414,11 @@ class Pipeline(SharedWork):
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
         model, plan and program. Collective."""
         graph, comm, started = self.variants.graph, self.comm, time.perf_counter()
-        text = self.mirrors_why = self.search_why = ""
-        failed = None
-        if comm.rank == 0:
-            try:
-                text = to_json(replace(self._planned(asked, given, settled), costs=None), None)
-            except MpipipeError as error:
-                failed = error
-        text, failed = comm.bcast_object((text, failed))
+        self.mirrors_why = self.search_why = ""
+        text = from_root(
+            comm, lambda: to_json(replace(self._planned(asked, given, settled), costs=None), None)
+        )
         self.search_s = time.perf_counter() - started
-        if failed is not None:
-            raise failed
         plan = replace(from_json(Plan, text), costs=self.costs)  # which are everywhere
         program = program_for(plan.layout, plan.numerics, graph.ties, graph.groups)
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})

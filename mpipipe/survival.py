@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.memory import give_back_freed_memory
-from mpipipe.errors import CheckpointError, MpipipeError, PlanError, RecoveryError
+from mpipipe.errors import CheckpointError, DeadlockError, MpipipeError, PlanError, RecoveryError
 from mpipipe.graph.source import Initial
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Asked, copies_of
@@ -121,7 +121,7 @@ class Survival:
             return ""
         try:
             pipe.plan = self._plan_for_those_left(pipe)
-        except PlanError as error:
+        except (PlanError, DeadlockError) as error:
             raise RecoveryError(f"the run does not fit the ranks that are left: {error}") from error
         self.looks = min(comm.allgather_object(self.looks), key=len)  # a spare knows of none
         found = self._find(comm)

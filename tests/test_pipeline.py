@@ -917,6 +917,20 @@ def test_replicas_read_what_is_theirs(
     assert all(torch.equal(outputs, expected[2]) for _, _, outputs, _ in ranks)
 
 
+@pytest.mark.parametrize("micro_batches", [4, "auto"])
+@pytest.mark.slow
+def test_what_rank_0_refuses_all_ranks_do(micro_batches: int | str) -> None:
+    """Somebody may catch it and go on with less."""
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(PlanError) as caught:
+            pipeline(comm, micro_batches=micro_batches, memory_bytes=1)
+        return str(caught.value)
+
+    first, second = run_local(2, body)
+    assert first == second
+
+
 @pytest.mark.slow
 def test_replicas_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match=r"2 replicas with pipeline\.blocks = 1: .* use 1; or, .*\.blocks=2"):

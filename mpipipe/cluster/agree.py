@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import mpipipe
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import LaunchError
+from mpipipe.errors import LaunchError, MpipipeError
 
 MISSING = "(missing)"
 SAME = "start all ranks from one environment, one copy of mpipipe, and the same arguments"
@@ -24,6 +25,23 @@ _VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_BLAS_PREFER_CUBLASLT",
 )  # fmt: skip
+T = TypeVar("T")
+
+
+def from_root(comm: Communicator, work: Callable[[], T]) -> T:
+    """Rank 0's `work()`, on every rank. Collective. Raises the MpipipeError of rank 0 on every rank, so that
+    none is left waiting where somebody catches it."""
+    done: list[T] = []
+    failed = None
+    if comm.rank == 0:
+        try:
+            done.append(work())
+        except MpipipeError as error:
+            failed = error
+    done, failed = comm.bcast_object((done, failed))
+    if failed is not None:
+        raise failed
+    return done[0]
 
 
 def agree(comm: Communicator, facts: Mapping[str, str], fix: str = SAME) -> None:

@@ -195,11 +195,12 @@ class _Finder:
         return self.was_late
 
     def look(self, count: int, costs: Costs, copies: Copies) -> None:
-        """All schedules with one number of micro-batches and of copies, unless its bound rules it out."""
+        """All schedules with one number of micro-batches and of copies, unless its bound rules it out; of one
+        rank, which never waits, the first that has an order for it."""
         whole_s, bound_s = self._bounds_s(count, costs, copies)
         n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), largest_share(count, copies)
         several, promising = len(self.asked.schedules) > 1, copies not in self.asked.copies
-        for schedule in self.asked.schedules[: None if n_ranks > 1 else 1]:  # one rank never waits
+        for schedule in self.asked.schedules if n_ranks > 1 else [self._first_for(count, copies)]:
             if several and promising and stages_on(schedule, n_ranks) > n_ranks:
                 continue  # their shapes are those that promise most with one stage on each rank
             least_s = whole_s if schedule in PLAIN else bound_s
@@ -237,8 +238,9 @@ class _Finder:
         asked, count = self.asked, numerics.micro_batches
         made: Made | None = None
         failed = ""
-        if why := self._why_not(schedule, numerics, copies):
-            self._note(count, schedule, copies, None, None, why)
+        if refused := self._refused(schedule, count, copies):
+            self.errors.setdefault(count, refused)
+            self._note(count, schedule, copies, None, None, str(refused))
             return
         try:
             quick = schedule != asked.schedules[0] and len(costs.groups) * asked.n_ranks > MOST_SWEPT
@@ -268,19 +270,20 @@ class _Finder:
         found = (t.made[0] for t in self.tried if t.made and (t.schedule, t.micro_batches, t.copies) == hand)
         return next(found, None)
 
-    def _why_not(self, schedule: str, numerics: Numerics, copies: Copies) -> str:
-        """Why there is no such order; "" where there is. One that follows from costs is not made twice."""
+    def _first_for(self, count: int, copies: Copies) -> str:
+        names = self.asked.schedules
+        return next((name for name in names if not self._refused(name, count, copies)), names[0])
+
+    def _refused(self, schedule: str, count: int, copies: Copies) -> PlanError | DeadlockError | None:
+        """Why there is no such order; None where there is. One that follows from costs is not made twice."""
         if schedule in PLANNED:
-            return ""
-        n_ranks = ranks_in_each(copies, self.asked.n_ranks)
-        count = largest_share(numerics.micro_batches, copies)
+            return None
+        n_ranks, share = ranks_in_each(copies, self.asked.n_ranks), largest_share(count, copies)
         try:
-            order = build(schedule, stages_on(schedule, n_ranks), count, n_ranks)
-            check(order)
+            check(build(schedule, stages_on(schedule, n_ranks), share, n_ranks))
         except (PlanError, DeadlockError) as error:
-            self.errors.setdefault(numerics.micro_batches, error)
-            return str(error)
-        return ""
+            return error
+        return None
 
     def _note(
         self, count: int, schedule: str, copies: Copies, made: Made | None, bound_s: float | None, why: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.problem import Problem, most_whole
 from mpipipe.planner.schedules import SCHEDULES, kept_micro_batches
 from mpipipe.planner.sizes import size_text
@@ -41,7 +41,7 @@ def _next_move(problem: Problem, schedule: str, n_micro: int, finest: bool) -> s
     first = "" if "full" in problem.modes else "set pipeline.recompute=auto; without it "
     try:
         enough, surely = _enough_stages(problem, schedule, n_micro)
-    except PlanError:  # a schedule of the user's, which refuses so many stages
+    except (PlanError, DeadlockError):  # a schedule of the user's, which is not for so many stages
         return f"{first}use more ranks{'' if finest else f' or {SMALLER}'}, or {MORE_MEMORY}"
     if enough is None:
         none = "no number of ranks would do" if surely else "more ranks may not do"

@@ -80,8 +80,8 @@ def expect(
 ) -> tuple[Prediction, Timeline]:
     """As `predict`, whether the memory is there or not."""
     cuts = cut_indices(layout, costs.names)
-    norm_s = norm_seconds(costs.cluster, layout.n_ranks)
     ties, stages = stage_ties(costs.ties, cuts), stages_in(costs, layout, cuts)
+    norm_s = norm_seconds(costs.cluster, layout.n_ranks)
     timeline = simulate(program, stages, loaded(costs.cluster, layout), norm_s, ties)
     bound = least_step_s(costs, program) if bound_s is None else bound_s
     step = timeline.makespan_s
@@ -137,8 +137,8 @@ def least_step_s(costs: Costs, program: Program) -> float:
 
 def least_of(costs: Costs, layout: Layout, cuts: Cuts, program: Program) -> float:
     """Seconds of the step without recomputation, which only makes it longer."""
-    cluster, norm_s = loaded(costs.cluster, layout), norm_seconds(costs.cluster, layout.n_ranks)
     stages = stages_in(costs, layout, cuts)
+    cluster, norm_s = loaded(costs.cluster, layout), norm_seconds(costs.cluster, layout.n_ranks)
     return makespan_s(times_of(program, stages, cluster, norm_s, stage_ties(costs.ties, cuts))[0])
 
 

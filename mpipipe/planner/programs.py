@@ -14,7 +14,7 @@ from mpipipe.errors import DeadlockError, PlanError, did_you_mean, nearest
 from mpipipe.planner.copies import check_copies, check_nodes, check_order, shape_of
 from mpipipe.planner.lower import at_window, lower, tied_pairs
 from mpipipe.planner.prove import prove
-from mpipipe.planner.schedules import build, check, check_name, forward_only, from_text, in_copies
+from mpipipe.planner.schedules import PLANNED, build, check, check_name, forward_only, from_text, in_copies
 from mpipipe.planner.stages import Cuts, StageTie, bounds, stage_ties
 from mpipipe.values import Layout, Numerics, Program, Schedule, Tie, share_of
 
@@ -139,6 +139,11 @@ def _read(actions: tuple[str, ...]) -> Schedule:
 
 
 def _given_actions(layout: Layout, n_micro: int) -> Schedule:
+    if layout.schedule not in PLANNED:
+        raise PlanError(
+            f"layout.actions is an order of {' or '.join(PLANNED)}, and layout.schedule is "
+            f"{layout.schedule!r}, whose order follows from its name; remove layout.actions"
+        )
     schedule = _read(layout.actions)
     has, asked = (schedule.n_stages, schedule.n_micro), (layout.n_stages, n_micro)
     if has != asked:

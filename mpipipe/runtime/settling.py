@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
+from mpipipe.cluster.agree import from_root
 from mpipipe.cluster.comm import Communicator
 from mpipipe.graph.variants import Variants
 from mpipipe.planner.asked import Asked
@@ -41,7 +43,7 @@ def settle_micro_batches(
     measured: Callable[[Variants, Numerics, Measured | None], Measured],
 ) -> Settled:
     """variants_of(rows): the model for micro-batches of so many samples; measured: as `measure`, its last
-    argument what was measured before. Raises PlanError on rank 0, and CaptureError."""
+    argument what was measured before. Raises PlanError, DeadlockError and CaptureError."""
     started = time.perf_counter()
     at: dict[int, tuple[Variants, Measured]] = {}
 
@@ -53,10 +55,7 @@ def settle_micro_batches(
         at[rows] = variants, measured(variants, one, before)
         return at[rows][1].costs
 
-    def share(decide: Callable[[], int | None]) -> int | None:
-        return comm.bcast_object(decide() if comm.rank == 0 else None)
-
-    joint, taken = settle(asked, take, share=share)
+    joint, taken = settle(asked, take, share=partial(from_root, comm))
     numerics = asked.of(comm.bcast_object(joint.plan.numerics.micro_batches if joint else 0))
     costs = costs_at(taken, numerics.batch, numerics.micro_batches)
     timed, of = sum(m.timed for _, m in at.values()), sum(m.of for _, m in at.values())

@@ -40,7 +40,7 @@ from mpipipe.planner.exchange import (
     sums_held,
 )
 from mpipipe.planner.joint import search
-from mpipipe.planner.prediction import sizes_of_messages
+from mpipipe.planner.prediction import expect_plan, sizes_of_messages
 from mpipipe.planner.schedules import SCHEDULES, build, in_copies, stages_on
 from mpipipe.planner.search import plan_of
 from mpipipe.planner.walk import match
@@ -194,6 +194,20 @@ def test_copies_with_unlike_shares_take_as_long_as_the_largest_one() -> None:
 def test_copies_on_more_ranks_than_there_are_costs_of_are_refused(n_ranks: int, copies: Copies) -> None:
     with pytest.raises(PlanError, match=f"{n_ranks} ranks, and the costs are of 2; plan for 2 at most"):
         make_plan(uniform(8, 2), fast(8), "1f1b", 4, n_ranks, copies)
+
+
+@pytest.mark.parametrize("ranks", [((0,), (1,), (2,)), ((0, 2), (1, 3))])
+def test_a_plan_that_was_edited_for_more_ranks_than_there_are_costs_of_is_refused(
+    ranks: tuple[tuple[int, ...], ...],
+) -> None:
+    costs = uniform(8, 2)
+    plan = make_plan(costs, fast(8), "1f1b", 4, 2)[0]
+    cuts = tuple(costs.names[2 * s] for s in range(1, len(ranks)))
+    layout = dataclasses.replace(plan.layout, cuts=cuts, ranks=ranks, recompute=())
+    with pytest.raises(
+        PlanError, match=f"{layout.n_ranks} ranks, and the costs are of 2; plan for 2 at most"
+    ):
+        expect_plan(dataclasses.replace(plan, layout=layout), costs)
 
 
 def test_a_share_that_a_schedule_refuses_is_told_as_that_of_a_replica() -> None:

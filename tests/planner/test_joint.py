@@ -189,6 +189,24 @@ def test_one_rank_never_waits_so_nothing_is_compared_there():
     assert [t.schedule for t in search(one, lambda _: uniform(4, 1)).tried] == ["1f1b"]
 
 
+@pytest.mark.parametrize(("n_ranks", "copies"), [(1, 1), (2, 2)])
+def test_where_one_rank_is_left_the_first_schedule_that_has_an_order_for_it_is_taken(
+    n_ranks: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def for_two(n_stages: int, n_micro: int) -> Schedule:
+        if n_stages != 2:
+            raise PlanError("is written for 2 ranks")
+        return SCHEDULES["1f1b"](n_stages, n_micro)
+
+    monkeypatch.setitem(SCHEDULES, "for two", for_two)
+    one = dataclasses.replace(asked(n_ranks, 8, ("for two", "1f1b", "gpipe")), counts=(8,), copies=(copies,))
+    one = dataclasses.replace(one, numerics=dataclasses.replace(one.numerics, blocks=2))
+    found = search(one, lambda _: uniform(4, n_ranks))
+    assert [t.schedule for t in found.tried] == ["1f1b"]
+    with pytest.raises(PlanError, match="is written for 2 ranks"):
+        search(dataclasses.replace(one, schedules=("for two",)), lambda _: uniform(4, n_ranks))
+
+
 @pytest.mark.slow
 def test_what_takes_long_to_make_is_not_made_only_to_be_compared(monkeypatch):
     monkeypatch.setattr("mpipipe.planner.joint.MOST_FILLED", 7)  # here 2 ranks, 8 micro-batches

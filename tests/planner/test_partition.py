@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planner_cases import FREE, HUGE, all_cuts, cluster, fitting_cuts, group, naive_stage_s, problems, uniform
 
-from mpipipe.errors import PlanError
+from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner import partition
 from mpipipe.planner.bounds import step_bound_s
 from mpipipe.planner.misfit import MORE_MEMORY
@@ -178,10 +178,11 @@ def test_a_single_sample_is_not_advised_to_be_smaller():
         partition(costs, 8, "1f1b", 2, finest=True)
 
 
-def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(monkeypatch):
+@pytest.mark.parametrize("error", [PlanError, DeadlockError])
+def test_a_schedule_that_refuses_other_numbers_of_stages_hides_the_least(error, monkeypatch):
     def picky(n_stages, n_micro):
         if n_stages != 2:
-            raise PlanError("two stages alone")
+            raise error("two stages alone")
         return SCHEDULES["1f1b"](n_stages, n_micro)
 
     monkeypatch.setitem(SCHEDULES, "picky", picky)

@@ -268,6 +268,15 @@ def test_actions_of_another_size_are_refused() -> None:
         program_for(replace(plan.layout, actions=("0F0,0B0",)), numerics(8), (), NAMES)
 
 
+def test_a_schedule_that_is_edited_beside_the_actions_of_another_is_refused() -> None:
+    plan = planned("zb-planned")
+    with pytest.raises(PlanError, match=r"and layout\.schedule is '1f1b', .*; remove layout\.actions"):
+        program_for(replace(plan.layout, schedule="1f1b"), numerics(8), (), NAMES)
+    without = replace(plan.layout, schedule="1f1b", actions=())
+    program = program_for(plan.layout, numerics(8), (), NAMES)
+    assert program_for(without, numerics(8), (), NAMES).hash != program.hash
+
+
 # -- little memory, and recomputation ----------------------------------------------------------------
 
 

@@ -164,6 +164,11 @@ def test_an_order_of_a_function_has_no_larger_numbers_than_actions():
         from_lines("mine", ["F0 B0", "F7 B0"], 2, 8)
 
 
+def test_a_line_of_a_function_has_an_action():
+    with pytest.raises(PlanError, match="schedule 'mine': the line of rank 1 has no action; give each rank"):
+        from_lines("mine", ["0F0 1F0 1B0 0B0", ""], 2, 1)
+
+
 def test_a_long_order_of_many_ranks_is_shown_around_its_mark():
     schedule = SCHEDULES["1f1b"](40, 60)
     lines = grid(schedule.codes, {20: 70}).splitlines()

@@ -321,6 +321,22 @@ def test_the_planned_one_keeps_to_its_memory_and_is_no_longer_than_those_made_by
     assert timed(roomy, tuple(stages)).makespan_s <= min(by_hand)
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"memory_bytes": [1300]}, "memory_bytes of 1 ranks for 2"),
+        ({"rank_of_stage": [0, -1]}, r"rank_of_stage = \[0, -1\] for 2 stages"),
+        ({"rank_of_stage": [0, 1, 1]}, "for 2 stages; give each a rank"),
+        ({"act_s": [1.0]}, "act_s of 1 stages for 2"),
+        ({"tied": [(7, 0, 0.0)]}, "tied: stages 7 and 0 of 2"),
+        ({"n_micro": 0}, "2 stages and 0 micro-batches"),
+    ],
+)
+def test_what_does_not_fit_each_other_is_refused_before_compiled_code_reads_it(how, words):
+    with pytest.raises(PlanError, match=words):
+        zb_planned(of_costs([(1.0, 1.0, 1.0)] * 2), **{"n_micro": 4, "memory_bytes": [1300, 1300], **how})
+
+
 BYTES = st.sampled_from([0, 1, 10, 100])
 
 

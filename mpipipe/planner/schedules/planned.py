@@ -49,12 +49,32 @@ def zb_planned(
     seconds of one message from each stage to the next one, and to the one before; () = nothing.
     rank_of_stage: () = stage s on rank s. tied: of uses of a parameter whose gradients meet in each
     micro-batch, stage of a user, stage of its owner, seconds of one message. Raises PlanError where a rank
-    cannot hold one micro-batch of each of its stages.
+    cannot hold one micro-batch of each of its stages, or these do not fit each other.
     """
     on = tuple(rank_of_stage) or tuple(range(len(stages)))
+    _check_sizes(on, len(stages), n_micro, len(memory_bytes), act_s, grad_s, tied)
     most = room_for(on, stages, n_micro, memory_bytes, receive_window)
     found = planned_by_room(on, n_micro, work_of(on, stages, act_s, grad_s, tied), most)
     return min(found, key=lambda found: (found[1], sum(live_stages(found[0]))))[0]
+
+
+def _check_sizes(
+    on: Sequence[int], n_stages: int, n_micro: int, n_memories: int, act_s: Sequence[float],
+    grad_s: Sequence[float], tied: Sequence[Use],
+) -> None:  # fmt: skip
+    """Compiled code, which looks nothing up twice, takes them for what they are said to be."""
+    if n_stages < 1 or n_micro < 1:
+        raise PlanError(f"{n_stages} stages and {n_micro} micro-batches; both must be at least 1")
+    if len(on) != n_stages or {*on} != {*range(len({*on}))}:
+        raise PlanError(f"rank_of_stage = {list(on)} for {n_stages} stages; give each a rank of 0, 1, ...")
+    if n_memories <= max(on):
+        raise PlanError(f"memory_bytes of {n_memories} ranks for {max(on) + 1}; give one for each rank")
+    for name, seconds_of in (("act_s", act_s), ("grad_s", grad_s)):
+        if len(seconds_of) not in (0, n_stages):
+            raise PlanError(f"{name} of {len(seconds_of)} stages for {n_stages}; give one for each, or none")
+    for user, owner, _ in tied:
+        if not {user, owner} <= {*range(n_stages)}:
+            raise PlanError(f"tied: stages {user} and {owner} of {n_stages}; number them from 0")
 
 
 def planned_by_room(

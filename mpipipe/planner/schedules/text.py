@@ -68,7 +68,10 @@ def from_lines(name: str, lines: Sequence[str], n_stages: int, n_micro: int) -> 
         [_action(called, f"stage {rank}", word, rank, count) for word in row]
         for rank, row in enumerate(words)
     ]
-    return _checked(called, rows, n_stages, n_micro)
+    schedule = _checked(called, rows, n_stages, n_micro)
+    if [] in words:  # the stages are all on other ranks
+        raise PlanError(f"{called}: the line of rank {words.index([])} has no action; give each rank a stage")
+    return schedule
 
 
 def _words(line: str) -> list[str]:
