@@ -86,7 +86,7 @@ from mpipipe.runtime.optimizer import check_trained as check_kept
 from mpipipe.runtime.process import calls_of_script, memory_in_use, world
 from mpipipe.runtime.recorder import Recorder
 from mpipipe.runtime.rehearsal import rehearse
-from mpipipe.runtime.setting import set_gemm_route, set_threads
+from mpipipe.runtime.setting import compute_as, set_gemm_route, set_threads
 from mpipipe.runtime.settling import Settled, settle_micro_batches
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.state.checkpoint import Reader
@@ -263,7 +263,8 @@ class Pipeline(SharedWork):
         use_kernels(kernels)
         self.kernels = kernels
         super().__init__(comm, spares, recover, print if say is None else say)
-        use_device(find_device(device, local_rank(comm)))
+        self._device = find_device(device, local_rank(comm))
+        use_device(self._device)
         self.val_batch, self.mirror_every, self.memory = val_batch or batch, mirror_every, memory_in_use()
         self._said: Plan | None = None
         self.search_s = self.build_s = 0.0  # what the newest plan took, and its trainer
@@ -354,6 +355,7 @@ class Pipeline(SharedWork):
         check_storable(specs, "the model")
         if weights is not None:
             weights.check(specs)
+            weights.keep(specs.keys() & source.buffers.keys())  # which captures to come ask for, too
         check_given(self.comm, source)
         return source
 
@@ -515,6 +517,7 @@ class Pipeline(SharedWork):
 
     def _call(self, name: str, counts: bool = False) -> AbstractContextManager[None]:
         """Around a method that all ranks call. counts: it runs instructions all the time."""
+        compute_as(self.numerics, self.kernels, self._device)
         me = weakref.ref(self)
 
         def find() -> Interpreter | None:
@@ -693,6 +696,7 @@ class Pipeline(SharedWork):
         self, folder: Path, beside: Beside, then: Callable[[], object], background: bool, told: dict[str, Any]
     ) -> None:
         trainer, plan = self.trainer, json.loads(to_json(replace(self.plan, costs=None)))
+        trainer.interpreter.check_whole()
         parts = together(self.comm, str(folder), trainer.optimizer_numbers)
         facts = RunState(
             step=self.steps_done,

@@ -764,6 +764,72 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+@pytest.mark.parametrize("bits", ["torch", "fast"])
+@pytest.mark.slow
+def test_another_pipeline_in_the_process_changes_no_bits(bits: str) -> None:
+    """Threads, kernels and the library of products are settings of the process."""
+
+    def body(comm: Communicator, disturbed: bool) -> Result:
+        pipe = pipeline(comm, bits=bits)
+        pipe.fit(2)
+        before = torch.get_num_threads()
+        if disturbed:
+            pipeline(comm, threads=2, kernels=False)
+            assert torch.get_num_threads() != before
+        found = result(pipe)
+        assert torch.get_num_threads() == before
+        assert ops.native.version_in_use() == ("none" if ops.kernels is None else ops.KERNELS_VERSION)
+        return found
+
+    assert alone(lambda comm: body(comm, True)) == alone(lambda comm: body(comm, False))
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return torch.tanh(x) if x.abs().sum() > 0 else x
+
+
+class Shifted(nn.Module):
+    """The part that decides on values is captured again for an evaluation; the table is read on any stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.head = nn.Linear(FEATURES, 16), Decides(), nn.Linear(16, CLASSES)
+        self.register_buffer("table", torch.arange(16.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part(self.first(x) + self.table)
+        return self.head(torch.tanh(x) + self.table)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
+def test_a_resumed_run_does_not_miss_the_checkpoint_that_later_ones_have_replaced(
+    tmp_path: Path, ranks: int
+) -> None:
+    def body(comm: Communicator, folder: Path | None) -> dict[str, float]:
+        model = lambda: Shifted()  # noqa: E731 - a class would be captured once for both runs
+        pipe = pipeline(comm, model, val=Samples(11, seed=2), val_batch=5, resume=folder)
+        pipe.fit(2)
+        pipe.save(tmp_path / "1")
+        if folder is None:
+            return pipe.evaluate()
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder)
+        comm.barrier()
+        return pipe.evaluate()
+
+    expected = run_local(ranks, lambda comm: body(comm, None))
+    (tmp_path / "1").rename(tmp_path / "old")
+    assert run_local(ranks, lambda comm: body(comm, tmp_path / "old")) == expected
+
+
 class Summed(nn.Module):
     """The gradient of what is summed up holds each element once for many: other sums read it otherwise."""
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.errors import DataError, first_line
+from mpipipe.errors import DataError, MpipipeError, first_line
 from mpipipe.graph.cut import Code, Leaf
 from mpipipe.graph.program import Batch, Mode
 from mpipipe.graph.source import TRACING
@@ -96,6 +96,8 @@ class Interpreter:
         self.comm, self.variants, self.cuts = comm, variants, tuple(cuts)
         self.stages, self.ties, self.resident_bytes = stages, ties, resident_bytes
         self._data_s = 0.0  # that the instruction which runs has waited for its samples
+        self._unfinished = False  # a step of training has begun and not ended
+        self.torn = False  # some of its weights are those of the next step
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
@@ -123,6 +125,7 @@ class Interpreter:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
         self._begin(program, job, instrs)
+        self._unfinished = job.mode == "train"
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
             self.outcome.times[i, 0] = time.perf_counter()
@@ -146,13 +149,23 @@ class Interpreter:
                 self._forget_step()
                 break
         self.outbox.wait_all()
+        self._unfinished = self.torn = False
         return self.outcome
 
+    def check_whole(self) -> None:
+        """Raises MpipipeError where the last step was broken off while it updated the weights."""
+        if self.torn:
+            raise MpipipeError(
+                f"step {self.job.step} was broken off while it updated the weights, of which only some are "
+                "new; go on from a checkpoint (resume=)"
+            )
+
     def _begin(self, program: Program, job: Job, instrs: Sequence[Instr]) -> None:
-        """What belongs to one run alone."""
+        """What belongs to one run alone. Raises as `check_whole`."""
+        self.check_whole()
+        if self._unfinished:  # somebody has caught what broke a step off, such as a Ctrl-C, and goes on
+            self._forget_step()
         self.job, self.program = job, program
-        for stage in self.stages.values():  # a step that was broken off may have left some
-            stage.weights.forget_casts()
         self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
         self.share = program.share_on(self.comm.rank)
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
@@ -407,12 +420,14 @@ class Interpreter:
 
     def _forget_step(self) -> None:
         """Instead of the update: weights, statistics and accumulators are as before the step."""
-        for stage in self.stages.values():
-            stage.weights.forget()
-            stage.forget_statistics()
+        for s, stage in self.stages.items():
+            stage.forget()
+            for blocks in self.blocks[s]:
+                blocks.forget()
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
+        self.torn = True
         stage.weights.forget_casts()
         self.updaters[i.stage].update(self.job.step, self.factor)
         others = (g.grad.buffer for g in stage.weights.groups if g.owner != self.copy)

@@ -13,7 +13,7 @@ import torch
 from mpipipe import native
 from mpipipe.errors import ConfigError
 from mpipipe.ops import device
-from mpipipe.ops.native import KERNELS_BITS, MODULES
+from mpipipe.ops.native import KERNELS_BITS, MODULES, use_kernels
 from mpipipe.values import Numerics
 
 FP32_ERROR = 1e-5  # relative, allowed of a matrix product; bf16 operands give 1e-3 to 1e-2
@@ -47,6 +47,17 @@ def use_gemm_route(route: str) -> None:
     """The switch alone, also where the result is no fp32: to measure it."""
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     matmul.fp32_precision = "bf16" if route == "onednn" else "none"
+
+
+def compute_as(numerics: Numerics, kernels: bool, on: torch.device) -> None:
+    """All of this again, whether compiled kernels are in use, and the device: settings of the process, which
+    another Pipeline in it, or its user, may have changed."""
+    use_kernels(kernels)
+    if device.here() != on:
+        device.use(on)
+    if torch.get_num_threads() != numerics.threads:
+        set_threads(numerics.threads)
+    use_gemm_route(numerics.gemm)
 
 
 def relative_error() -> float:

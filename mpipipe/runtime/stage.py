@@ -175,9 +175,11 @@ class Stage:
             if leaf not in sums:
                 sums[leaf] = torch.zeros_like(total)
             leaf.grad = sums[leaf]
-        yield
-        for leaf, total in running:
-            leaf.grad = total
+        try:
+            yield
+        finally:
+            for leaf, total in running:
+                leaf.grad = total
 
     @torch.no_grad()
     def begin(self, block: Hashable) -> None:
@@ -232,8 +234,15 @@ class Stage:
         return [t for _, _, t in room if t is not None]
 
     def forget_statistics(self) -> None:
-        """Of a step that updates nothing."""
+        """Where they are not to be applied."""
         self._statistics.clear()
+
+    def forget(self) -> None:
+        """All that is left of a step that updates nothing, or was broken off."""
+        self.forget_statistics()
+        for kept in (self._stash, self._waiting, self._begun):
+            kept.clear()
+        self.weights.forget()
 
 
 def _differentiate(stash: _Stash, grads: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> None:

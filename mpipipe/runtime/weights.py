@@ -163,6 +163,7 @@ class StageWeights:
         in_place = {n: g for weights in (*there, self) for n, g in weights.grad.items() if n in as_rows}
         self._lent = [g for n, g in in_place.items() if n in self.uses and n not in self.grad]
         self.extra = self._make_leaves(source, leaves, owner, as_rows, in_place)
+        self._bare = [leaf for leaf in self.leaves.values() if leaf.grad is None]  # between two micro-batches
         self.shares = [Sums([group.grad for group in self.groups], self.extra)]
         self.shares += [self.shares[0].sibling() for _ in range(1, n_shares)]
         self._share = 0
@@ -267,8 +268,10 @@ class StageWeights:
 
     def forget(self) -> None:
         """What backward has added, to the gradient of another stage on this rank, too; and the casts."""
-        for accumulator in (*self.accumulators(), *self._lent):
+        for accumulator in (*(t for sums in self.shares for t in sums.tensors), *self._lent):
             accumulator.zero_()
+        for leaf in self._bare:
+            leaf.grad = None
         self.forget_rows()
         self.forget_casts()
 
@@ -340,6 +343,10 @@ class BlockSums:
             if self.full[level]:
                 self._add(kept)
                 self.full[level] = False
+
+    def forget(self) -> None:
+        """What a step that was broken off has left."""
+        self.full = [False] * len(self.full)
 
     def _add(self, kept: list[Tensor]) -> None:
         for k, a in zip(kept, self.accumulators, strict=True):

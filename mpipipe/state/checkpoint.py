@@ -119,6 +119,7 @@ class Reader:
         self._index = read_index(self.folder, kind)
         self._shards: dict[str, Shard] = {}
         self.digests: dict[str, str] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         self.names: Collection[str] = self._index.keys()
 
     @cached_property
@@ -139,10 +140,21 @@ class Reader:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fills `out`, which has the shape and dtype of the tensor, with its bits."""
+        if name in self._kept:
+            out.copy_(self._kept[name])
+            return
         shard = self._shard(name)
         with self._reading(shard.path):
             shard.read(name, out)
         self.digests[name] = tensor_digest(name, out)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Has these in memory: they are to be read again when the files may be gone."""
+        for name in names:
+            spec = self.spec(name)
+            found = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            self.read(name, found)
+            self._kept[name] = found
 
     def pieces(self, name: str, buffer: bytearray) -> Iterator[memoryview]:
         """The bytes of a tensor, in order, each piece read into `buffer`."""
