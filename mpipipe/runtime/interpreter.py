@@ -483,6 +483,8 @@ class Interpreter:
         forms = [Form.of(port) for port in self.code(i.stage, i.micro).sent]
         tensors = [form.shape_like(t) for form, t in zip(forms, self.out.pop(key), strict=True)]
         self.outbox.send(tensors, i, None if train else lambda: self._release(key))
+        if not train:  # where no answer is awaited
+            self.outbox.leave_at_most(self.program.receive_window)
 
     def _send_grad(self, i: Instr) -> None:
         self.outbox.send(self.back.pop((i.stage, i.micro)), i)

@@ -282,6 +282,12 @@ class Outbox:
         if not self._sent:
             self._start_later()
 
+    def leave_at_most(self, messages: int) -> None:
+        """Waits until no more of micro-batches have not left: so far a rank may be ahead of the next one."""
+        while len({sent.instr for sent in self._sent}) > messages:
+            self._comm.wait(self._sent[0].request)
+            self._leave(self._sent)
+
     def first(self) -> list[Request]:
         """Of the message that leaves next, where others are held back until then."""
         return [self._sent[0].request] if self._later else []

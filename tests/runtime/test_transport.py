@@ -3,6 +3,7 @@ which buffers stay."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -246,3 +247,30 @@ def test_the_buffers_that_stay_are_those_that_a_plan_counts(
 
     for kept, counted in run_local(n_ranks, body):
         assert kept == counted > 0
+
+
+@pytest.mark.slow
+def test_in_an_evaluation_no_rank_runs_far_ahead_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the activations of all micro-batches, which no plan counts."""
+    case, window, most = Case("mlp", batch=8, micro_batches=4, evaluate=True), 3, [0]
+    warm(case)
+    send = Outbox.send
+
+    def noting(box: Outbox, *given: Any) -> None:
+        send(box, *given)
+        most[0] = max(most[0], len(box.pending()))
+
+    monkeypatch.setattr(Outbox, "send", noting)
+
+    def body(comm: Communicator) -> float:
+        plan = plan_of(case, "1f1b", even_cuts(case.variants.graph.groups, 2), window)
+        trainer = Trainer(comm, case.variants, plan, case.settings, case.dataset)
+        if comm.rank == 1:
+            last = trainer.interpreter.stages[1]
+            forward = last.forward
+            monkeypatch.setattr(last, "forward", lambda *given: (time.sleep(0.005), forward(*given))[1])
+        return trainer.evaluate(1, 2 * 40)["loss"]
+
+    first, second = run_local(2, body)
+    assert first == second
+    assert most[0] == window + 1, "the one that is sent now, too"
