@@ -50,7 +50,8 @@ class Bytes:
 
 
 class _Hf:
-    """Without the special tokens that a tokenizer's template would put around each text."""
+    """Without the special tokens that a tokenizer's template would put around each text, and each text whole:
+    a saved tokenizer may keep a length to cut or to fill up to."""
 
     def __init__(self, file: Path) -> None:
         library = optional("tokenizers", "tokenizers")
@@ -58,6 +59,8 @@ class _Hf:
             self._of = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file}: is not a tokenizer ({error}); give a whole tokenizer.json") from error
+        self._of.no_truncation()
+        self._of.no_padding()
         ids: dict[str, int] = self._of.get_vocab(with_added_tokens=True)
         self.vocab = max(ids.values()) + 1
         ends = [ids[token] for token in (_named_end(file.parent), *_ENDS) if token in ids]

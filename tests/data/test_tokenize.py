@@ -97,6 +97,19 @@ def test_a_tokenizer_is_a_file_a_folder_or_bytes(words: Path) -> None:
         open_tokenizer("nowhere")
 
 
+def test_a_text_is_neither_cut_nor_filled_up_as_a_saved_tokenizer_would(tmp_path: Path, words: Path) -> None:
+    file = str(words / "tokenizer.json")
+    saved = pytest.importorskip("tokenizers").Tokenizer.from_file(file)
+    saved.enable_truncation(2)
+    saved.enable_padding(length=2)
+    saved.save(file)
+    for text in ("one", "one two three"):
+        assert open_tokenizer(file).encode(text) == list(_encoded(text))
+    (tmp_path / "a.txt").write_text("one two three")
+    assert run(tmp_path / "a.txt", "-o", tmp_path / "a.bin", "--tokenizer", words, "--workers", 1) == 0
+    assert ids(tmp_path / "a.bin") == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
