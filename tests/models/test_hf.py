@@ -162,6 +162,26 @@ def test_causal_attention_without_a_mask_has_none_in_the_graph() -> None:
     assert by_hand.differences(expected, by_hand.staged(variants, (), batch)) == []
 
 
+ENCODERS = ["bert", "roberta", "electra"]  # of one form, that of CONFIGS["bert"]
+
+
+@pytest.mark.parametrize("name", tiny.full_but(["bert"], ENCODERS))
+@pytest.mark.slow
+def test_a_causal_model_of_an_encoder_does_not_look_ahead(name: str, tmp_path: Path) -> None:
+    """Neither here nor where the library opens what was saved; taken for masked again, it does."""
+    path = hf_tiny.write_config("bert", tmp_path, model_type=name, architectures=None, pad_token_id=0)
+    ids = torch.full((2, CONTEXT), 5)
+    ids[1, -1] = 6
+    for task in ("causal", "masked", "causal"):
+        model = hf.build(path, task=task)
+        hf.export(model, tmp_path)  # over `path`
+        saved = library().AutoConfig.from_pretrained(path)
+        for module in (real(model), getattr(library(), saved.architectures[0])(saved).eval()):
+            with torch.no_grad():
+                one, other = module(input_ids=ids).logits[:, :-1]
+            assert torch.equal(one, other) == (task == "causal"), task
+
+
 def zeroed_behind(mask: Tensor) -> Tensor:
     mask[:, 8:] = 0
     return mask

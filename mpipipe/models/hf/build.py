@@ -77,6 +77,8 @@ def build(
     config.architectures = [model_class.__name__]
     if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
+    if kind in ("causal", "masked") and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
+        config.is_decoder = kind == "causal"  # else BERT and its kin see the tokens that they are to predict
     factory = partial(_make, model_class, config, kind, tuple(freeze))
     with torch.device("meta"):
         model: Any = factory()
