@@ -182,6 +182,47 @@ def test_a_causal_model_of_an_encoder_does_not_look_ahead(name: str, tmp_path: P
             assert torch.equal(one, other) == (task == "causal"), task
 
 
+CAUSAL = [
+    "gpt2",
+    "opt",
+    "gptj",
+    "bloom",
+    "falcon",
+    "mamba",
+    "ctrl",
+    "openai-gpt",
+    "xglm",
+    "biogpt",
+    "roformer",
+]
+
+
+@pytest.mark.parametrize("name", tiny.full_but(["gpt2", "opt"], CAUSAL))
+@pytest.mark.slow
+def test_the_loss_of_a_causal_model_is_that_of_the_next_token(name: str, tmp_path: Path) -> None:
+    path = hf_tiny.write_config(
+        "llama", tmp_path, model_type=name, architectures=None, num_key_value_heads=None, rotary_dim=4,
+        ffn_dim=48, dff=48, attention_heads=4, word_embed_proj_dim=32,
+    )  # fmt: skip
+    module, ids = real(hf.build(path, task="causal")), torch.arange(2 * CONTEXT).view(2, CONTEXT)
+    with torch.no_grad():
+        outputs = module(input_ids=ids, labels=ids)
+    logits = outputs.logits[:, :-1].transpose(1, 2)
+    torch.testing.assert_close(outputs.loss, nn.functional.cross_entropy(logits, ids[:, 1:]))
+
+
+def test_a_class_in_two_of_the_library_s_lists_is_masked(tmp_path: Path) -> None:
+    changes = {"model_type": "xlm", "architectures": ["XLMWithLMHeadModel"], "mask_token_id": VOCAB}
+    assert hf.build(hf_tiny.write_config("bert", tmp_path, **changes)).kind == "masked"
+
+
+def test_a_number_of_positions_below_zero_is_none(tmp_path: Path) -> None:
+    path = hf_tiny.write_config(
+        "gpt2", tmp_path, model_type="xlnet", architectures=None, d_model=32, d_inner=48, n_embd=None
+    )
+    assert hf.build(path, task="sequence").max_positions is None
+
+
 def zeroed_behind(mask: Tensor) -> Tensor:
     mask[:, 8:] = 0
     return mask
@@ -486,11 +527,21 @@ Change = Callable[[Path], Any]
         ),
         (
             lambda p: hf.build(hf_tiny.write_config("bert", p, architectures=["BertModel"])),
-            "names the class BertModel, which has no loss .* causal, masked, seq2seq, image, sequence",
+            "names the class BertModel, which has no loss .* masked, causal, seq2seq, image, sequence",
         ),
         (
             lambda p: hf.build(hf_tiny.write_config("bert", p), task="translate"),
-            r"model\.task = 'translate'; expected one of causal",
+            r"model\.task = 'translate'; expected one of masked, causal",
+        ),
+        (
+            lambda p: hf.build(hf_tiny.write_config("bert", p, model_type="xlm"), task="causal"),
+            r"the loss of XLMWithLMHeadModel compares each token with itself .* choose another model\.task",
+        ),
+        (
+            lambda p: hf.build(
+                hf_tiny.write_config("llama", p, model_type="bart", architectures=["BartForCausalLM"])
+            ),
+            "the loss of BartForCausalLM compares each token with itself and not with the next one",
         ),
         (
             lambda p: hf.build(hf_tiny.write_config("vit", p), task="causal"),

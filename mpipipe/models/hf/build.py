@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from mpipipe.models.hf.forward import Kind, loss_of, metrics_of, with_batch_keys
 from mpipipe.models.hf.weights import Mapped, matches
 from mpipipe.state.pretrained import CONFIG, Pretrained, find, write_files
 
-_TABLES: dict[Kind, str] = {  # the library's lists of classes, by what they learn
-    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+_TABLES: dict[Kind, str] = {  # the library's lists of classes, by what they learn; XLM's class is in two
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -77,6 +78,12 @@ def build(
     config.architectures = [model_class.__name__]
     if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
+    if kind == "causal" and "loss_function" not in inspect.unwrap(model_class.forward).__code__.co_names:
+        raise ConfigError(  # only the loss that the library gives all its models shifts the labels
+            f"hf:{path}: the loss of {model_class.__name__} compares each token with itself and not with the "
+            "next one, so the model would learn to copy; choose another model.task, or give the model as "
+            "package.module:factory with a model.loss of your own"
+        )
     if kind in ("causal", "masked") and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = kind == "causal"  # else BERT and its kin see the tokens that they are to predict
     factory = partial(_make, model_class, config, kind, tuple(freeze))
@@ -205,7 +212,9 @@ def _image_size(config: Any) -> tuple[int, int] | None:
 
 def _max_positions(config: Any, model: nn.Module) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit < 0:  # XLNet says -1
+        return None
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return int(limit) - module.padding_idx - 1  # type: ignore[arg-type]  # as RoBERTa counts
-    return limit
+            return int(limit) - module.padding_idx - 1  # as RoBERTa counts
+    return int(limit)
