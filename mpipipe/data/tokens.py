@@ -24,6 +24,7 @@ from mpipipe.values import Value, from_json
 Dtype = Literal["uint16", "uint32"]
 Kind = Literal["auto", Dtype]
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_HALVES, _SURE = 1 << 16, 32  # words of a bare file that are looked at; of them, at least so many must tell
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of documents, of their boundaries
 _DOCUMENTS = 1 << 16  # of an index that are looked at at a time: it may name hundreds of millions
@@ -53,11 +54,12 @@ class Tokens(Windows):
         told: int | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
-        train, known = open_tokens(path, dtype)
+        most = told or (tokenizer.vocab if tokenizer else vocab)
+        train, known = open_tokens(path, dtype, most)
         if val_path is None:
             train, val = train.split(val_fraction)
         else:
-            val, val_known = open_tokens(val_path, dtype)
+            val, val_known = open_tokens(val_path, dtype, known or most)
             if None not in (known, val_known) and known != val_known:
                 raise DataError(
                     f"{path} has {known} ids in its vocabulary, {val_path} has {val_known}; "
@@ -97,8 +99,9 @@ def _agreed(path: Path, said: dict[str, int], model: int | None) -> int:
     return vocab
 
 
-def open_tokens(path: Path, dtype: Kind) -> tuple[Part, int | None]:
-    """The ids of a token file, and the size of the vocabulary where its sidecar tells it."""
+def open_tokens(path: Path, dtype: Kind, vocab: int | None = None) -> tuple[Part, int | None]:
+    """The ids of a token file, and the size of the vocabulary where its sidecar tells it. vocab: that
+    size, as far as others know it. A bare file is taken for uint16; DataError where it looks otherwise."""
     prefix = path.name.removesuffix(".bin")  # Megatron names the pair by it
     if (index := path.with_name(f"{prefix}.idx")).is_file():
         path = path.with_name(f"{prefix}.bin")
@@ -109,12 +112,32 @@ def open_tokens(path: Path, dtype: Kind) -> tuple[Part, int | None]:
     if sidecar and kind != written:
         raise DataError(f"{path}: data.dtype = {dtype}, its sidecar says {written}; set data.dtype to auto")
     ids = _map(path, DTYPES[kind])
+    if dtype == "auto" and not sidecar:
+        _check_bare(path, ids, vocab)
     if sidecar and sidecar.tokens != len(ids):
         raise DataError(
             f"{path}: holds {len(ids)} tokens, its sidecar says {sidecar.tokens}; write the file again, or "
             f"rename {sidecar_path(path).name} if it belongs to another"
         )
     return Part(path, ids), sidecar.vocab if sidecar else None
+
+
+def _check_bare(path: Path, ids: NDArray[Any], vocab: int | None) -> None:
+    """ids: as uint16, of a file that says nothing of itself."""
+    if vocab is not None and vocab > 1 << 16:
+        raise DataError(
+            f"{path}: nothing says its dtype, and the vocabulary has {vocab} ids, uint16 holds 65536; set "
+            "data.dtype=uint32, or uint16 if it was written so"
+        )
+    low, high = ids[: len(ids) // 2 * 2][:_HALVES].reshape(-1, 2).T  # of uint32, little-endian
+    for bound in (1, 256):  # every id below 65536; below 16 million
+        n = int((low >= bound).sum())
+        if n >= _SURE and (high < bound).all():  # tokens of uint16 would be so once in 2**n
+            raise DataError(
+                f"{path}: nothing says its dtype, and it looks like uint32: of its first {len(low)} pairs of "
+                f"uint16, {n} begin with {bound} or more and none ends so; set data.dtype=uint32, or uint16 "
+                "if it was written so"
+            )
 
 
 def sidecar_path(path: Path) -> Path:

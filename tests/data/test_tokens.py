@@ -84,6 +84,36 @@ def test_without_a_sidecar_it_is_as_the_configuration_says(tmp_path: Path) -> No
         tokens(path, dtype="uint32")
 
 
+@pytest.mark.parametrize("most", [40, 50257, 128256])
+def test_a_bare_file_that_looks_like_uint32_is_not_read_as_uint16(tmp_path: Path, most: int) -> None:
+    line = np.random.default_rng(0).integers(0, most, 1000)
+    wide = write(tmp_path / "wide.bin", line, "<u4")
+    for at_once in ({}, {"val_path": wide}):
+        narrow = write(tmp_path / "narrow.bin", line)
+        with pytest.raises(DataError, match=r"wide\.bin: .* looks like uint32: of its first 1000 "):
+            tokens(narrow if at_once else wide, told=min(most, 65536), **at_once)
+    assert tokens(wide, told=most, dtype="uint32").vocab == most
+    assert tokens(narrow, told=65536).vocab == 65536
+    assert tokens(wide, told=65536, dtype="uint16").vocab == 65536
+
+
+def test_few_words_tell_nothing(tmp_path: Path) -> None:
+    assert tokens(write(tmp_path / "a.bin", [300, 5] * 31), told=301).vocab == 301
+    assert tokens(write(tmp_path / "b.bin", ([65] * 1999 + [256]) * 31), told=257).vocab == 257
+    assert tokens(write(tmp_path / "c.bin", [7] * 999), told=65536).vocab == 65536
+
+
+def test_a_bare_file_of_a_large_vocabulary_is_told_its_dtype(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.bin", np.arange(40))
+    for change in ({"told": 65537}, {"vocab": 65537}):
+        with pytest.raises(DataError, match=r"a\.bin: nothing says its dtype, .* has 65537 ids.*=uint32"):
+            tokens(path, **change)
+    assert tokens(path, told=65537, dtype="uint16").vocab == 65537
+    assert tokens(path, told=40, vocab=65537).vocab == 40
+    pair = megatron(tmp_path / "b.bin", [list(range(40))], 8, "<u2")
+    assert tokens(pair, told=65537).vocab == 65537
+
+
 @pytest.mark.parametrize(
     ("model", "key", "vocab"),
     [
