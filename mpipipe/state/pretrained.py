@@ -8,7 +8,7 @@ generation_config.json, tokenizer files    go along with every checkpoint of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
-_PIECE_BYTES = 8 << 20  # read at once where values are converted
+_PIECE_BYTES = 8 << 20  # read at once where values are converted or compared
 
 
 class Weights:
@@ -52,17 +52,33 @@ class Weights:
         """Fills `out` with the values of `name`, which has its shape. Another floating-point type is
         converted, 8 MiB at a time: bfloat16 to float32 is exact, float32 to bfloat16 rounds."""
         shard, dtype = self._shard_of[name], getattr(torch, self.specs[name].dtype)
-        try:
-            if dtype == out.dtype or not (dtype.is_floating_point and out.is_floating_point()):
+        if dtype == out.dtype or not (dtype.is_floating_point and out.is_floating_point()):
+            try:
                 return shard.read(name, out)
-            flat = out.detach().view(-1)
-            piece = torch.empty(min(flat.numel(), _PIECE_BYTES // dtype.itemsize), dtype=dtype)
-            for first in range(0, flat.numel(), piece.numel() or 1):
-                part = flat[first : first + piece.numel()]
-                shard.read_part(name, first, piece[: part.numel()])
-                part.copy_(piece[: part.numel()])
-        except OSError as error:
-            raise _unread(shard.path, error) from error
+            except OSError as error:
+                raise _unread(shard.path, error) from error
+        for part, piece in self._pieces(name, out):
+            part.copy_(piece)
+
+    def holds(self, name: str, values: Tensor) -> bool:
+        """Whether `name` has this shape and these values, its own converted to their dtype."""
+        if self.specs[name].shape != values.shape:
+            return False
+        return all(torch.equal(part, piece.to(part.dtype)) for part, piece in self._pieces(name, values))
+
+    def _pieces(self, name: str, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """8 MiB at a time: part of a contiguous tensor, and what is on disk for it until the next is read."""
+        shard, dtype = self._shard_of[name], getattr(torch, self.specs[name].dtype)
+        flat = of.detach().view(-1)
+        buffer = torch.empty(min(flat.numel(), _PIECE_BYTES // dtype.itemsize), dtype=dtype)
+        for first in range(0, flat.numel(), buffer.numel() or 1):
+            part = flat[first : first + buffer.numel()]
+            piece = buffer[: part.numel()]
+            try:
+                shard.read_part(name, first, piece)
+            except OSError as error:
+                raise _unread(shard.path, error) from error
+            yield part, piece
 
 
 def _unread(path: Path, error: Exception) -> CheckpointError:

@@ -39,6 +39,7 @@ from mpipipe.graph.variants import Variants
 from mpipipe.models import build, hf
 from mpipipe.models.hf.forward import weight_of
 from mpipipe.runtime.trainer import Trainer
+from mpipipe.state import pretrained
 from mpipipe.state.checkpoint import save_shard, shard_name, write_index
 from mpipipe.values import TensorSpec
 
@@ -474,6 +475,35 @@ def test_a_checkpoint_without_the_prefix_or_the_head_is_read(tmp_path: Path) -> 
     assert torch.equal(found["transformer.wte.weight"], module.transformer.wte.weight)
     assert 0.01 < float(found["score.weight"].std()) < 0.03
     assert (model.kind, model.labels) == ("sequence", 2)
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 8 << 20])
+def test_names_of_one_parameter_have_one_value(
+    piece_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.setattr(pretrained, "_PIECE_BYTES", piece_bytes)
+    module = real(built("gpt2")).to(torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    tensors, file = load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors"
+    head = tensors["transformer.wte.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    assert_same(weights_of(hf.build(tmp_path)), module.float())
+    head[-1, -1] += 1
+    for other in (head, head[:-1].clone()):
+        save_file({**tensors, "lm_head.weight": other}, file, {"format": "pt"})
+        with pytest.raises(CheckpointError) as caught:
+            weights_of(hf.build(tmp_path))
+        said = str(caught.value)
+        assert "lm_head.weight" in said
+        assert "transformer.wte.weight" in said
+        if other is head:
+            assert said.endswith("set tie_word_embeddings: false in its config.json, which makes them two")
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert torch.equal(weights_of(hf.build(tmp_path))["lm_head.weight"], head.float())
 
 
 def test_names_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:

@@ -45,16 +45,29 @@ class Mapped:
         shapes = {name: self._weights.specs[key] for name, key in self._direct.items()}
         for name, convert in self._converted.items():
             shapes[name] = spec(convert(self._empty)[name])
-        self._check(shapes, fresh)
+        wanted, alias = _wanted(model)
+        self._check(shapes, wanted, alias, fresh)
         known = model.state_dict().keys()
         self.names: Collection[str] = [n for n in shapes if n in known and not matches(n, fresh)]
+        together: dict[str, list[str]] = {}  # of one parameter, and each a tensor on disk
+        for name in (n for n in self.names if n in self._direct):
+            together.setdefault(alias[name], []).append(name)
+        self._together = {name: names for names in together.values() for name in names}
 
     def read(self, name: str, out: Tensor) -> None:
-        """Fills `out` with the values of one of `names`. Raises CheckpointError."""
-        if name in self._direct:
-            self._weights.read(self._direct[name], out)
-        else:
+        """Fills `out` with the values of one of `names`. Raises CheckpointError, also where another name of
+        the same parameter has other values on disk."""
+        if name not in self._direct:
             out.copy_(self._converted[name](self._load)[name])
+            return
+        self._weights.read(self._direct[name], out)
+        for other in self._together[name]:
+            if other != name and not self._weights.holds(self._direct[other], out):
+                raise CheckpointError(
+                    f"{self._weights.folder}: {self._direct[name]} and {self._direct[other]} have different "
+                    "values on disk, but are one parameter of the model; set tie_word_embeddings: false in "
+                    "its config.json, which makes them two"
+                )
 
     def _sort_out(self) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -102,8 +115,10 @@ class Mapped:
         self._weights.read(key, out)
         return out
 
-    def _check(self, shapes: Mapping[str, TensorSpec], fresh: Sequence[str]) -> None:
-        wanted, alias = _wanted(self._model)
+    def _check(
+        self, shapes: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], alias: Mapping[str, str],
+        fresh: Sequence[str],
+    ) -> None:  # fmt: skip
         found = {alias.get(name, name): spec for name, spec in shapes.items() if not matches(name, fresh)}
         absent = _ignored(self._model, "_keys_to_ignore_on_load_missing")
         surplus = _ignored(self._model, "_keys_to_ignore_on_load_unexpected")
