@@ -31,26 +31,24 @@ class Mixture(DatasetBase):
         self.whole = any(source.whole for source in sources)
         if first.val_samples == 0:
             self.val_samples = 0
-        self._sources, self._seed = sources, seed
+        self.sources, self._seed = sources, seed
         self._bounds = np.cumsum(weights)[:-1] / np.sum(weights)
 
     def specs(self, rows: int) -> Specs:
-        return self._sources[0].specs(rows)
+        return self.sources[0].specs(rows)
 
     def batch(self, split: Split, step: int, start: int, stop: int, keys: frozenset[str]) -> Batch:
         seed = self._seed if split == "train" else 0
         u = uniforms(seed, f"mixture {split}", step, start, stop)
         chosen = np.searchsorted(self._bounds, u, side="right").tolist()
-        rows = [
-            self._sources[s].batch(split, step, i, i + 1, keys) for i, s in enumerate(chosen, start=start)
-        ]
+        rows = [self.sources[s].batch(split, step, i, i + 1, keys) for i, s in enumerate(chosen, start=start)]
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     def encode(self, text: str) -> list[int] | None:
-        return next((ids for s in self._sources if (ids := s.encode(text)) is not None), None)
+        return next((ids for s in self.sources if (ids := s.encode(text)) is not None), None)
 
     def decode(self, ids: list[int]) -> str | None:
-        return next((text for s in self._sources if (text := s.decode(ids)) is not None), None)
+        return next((text for s in self.sources if (text := s.decode(ids)) is not None), None)
 
 
 def _check(sources: Sequence[Dataset], weights: Sequence[float], names: Sequence[str]) -> None:

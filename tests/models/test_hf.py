@@ -30,6 +30,7 @@ from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
 from mpipipe.data import open_dataset
 from mpipipe.data.base import DatasetBase, Split
+from mpipipe.data.mixture import Mixture
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import Text
 from mpipipe.errors import CheckpointError, ConfigError, DataError
@@ -661,6 +662,34 @@ def test_only_a_causal_model_goes_on_with_a_text(tmp_path: Path) -> None:
     }
     assert goes_on["gpt2"].encode("a") == [97]
     assert goes_on["bert"].encode("a") is None
+
+
+class Own(DatasetBase):
+    """Samples of a user, who has masked some labels."""
+
+    vocab = VOCAB
+
+    def __init__(self, *keys: str) -> None:
+        self.sample = dict.fromkeys(keys, TensorSpec((CONTEXT,), "int64"))
+
+    def batch(self, *where: Any) -> dict[str, Tensor]:
+        raise AssertionError("not read")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_what_a_user_s_own_data_give_is_not_left_out(name: str) -> None:
+    model = built(name)
+    for extra in ("labels", "attention_mask"):
+        own = Own("tokens", extra)
+        for data in (own, Mixture([own, own], [1, 2], SEED)):
+            with pytest.raises(
+                DataError, match=rf"\['{extra}'\] beside 'tokens', .*name 'tokens' 'input_ids'"
+            ):
+                hf.adapt(data, model, SEED)
+    for keys in (("input_ids", "labels", "attention_mask"), ("tokens",), ("tokens", "remarks")):
+        hf.adapt(Own(*keys), model, SEED)
+    made_up = SyntheticTokens(VOCAB, CONTEXT, SEED)
+    hf.adapt(Mixture([made_up, made_up], [1, 2], SEED), model, SEED)
 
 
 class ReadOnce(DatasetBase):

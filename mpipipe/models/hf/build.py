@@ -41,6 +41,7 @@ class HfModel:
     image_size, channels     of pixel_values, (height, width)
     labels                   classes, of kinds image and sequence
     max_positions            tokens of a sample at most
+    takes                    names of what the library's own forward takes
     """
 
     factory: Callable[[], nn.Module]
@@ -54,6 +55,7 @@ class HfModel:
     channels: int | None
     labels: int | None
     max_positions: int | None
+    takes: frozenset[str]
     texts: dict[str, str]  # files that go with every checkpoint: name -> content
     companions: tuple[Path, ...]  # and those that are copied
 
@@ -118,6 +120,7 @@ def build(
         channels=getattr(config, "num_channels", None) if kind == "image" else None,
         labels=config.num_labels if kind in ("image", "sequence") else None,
         max_positions=_max_positions(text_config, model) if kind != "image" else None,
+        takes=frozenset(inspect.signature(model_class.forward).parameters),
         texts=texts,
         companions=found.companions,
     )

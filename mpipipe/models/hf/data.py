@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mpipipe.data.base import IGNORED, Dataset, DatasetBase, Split, uniforms
+from mpipipe.data.mixture import Mixture
 from mpipipe.errors import ConfigError, DataError
 from mpipipe.graph.program import LABELS
 from mpipipe.models.hf.build import HfModel
@@ -32,6 +33,13 @@ def adapt(data: Dataset, model: HfModel, seed: int) -> Dataset:
     adapted = _Adapted(data, model, seed)
     adapted.check(specs)
     return adapted
+
+
+def _of_users(data: Dataset) -> bool:
+    """Whether users wrote it, or a part of it: what labels mean there, only they know."""
+    if isinstance(data, Mixture):
+        return any(map(_of_users, data.sources))
+    return not type(data).__module__.startswith("mpipipe.data.")
 
 
 class _Adapted(DatasetBase):
@@ -63,6 +71,13 @@ class _Adapted(DatasetBase):
                 "other data"
             )
         shape = specs[wanted].shape[1:]
+        read = {wanted, self._label} if m.kind in ("image", "sequence") else {wanted}
+        if (left_out := sorted((specs.keys() - read) & m.takes)) and _of_users(self._data):
+            raise DataError(
+                f"the data give {left_out} beside {wanted!r}, which a model of kind {m.kind} would not read; "
+                f"name {wanted!r} {self._input!r}, and it reads all keys, as its library means them, or "
+                f"leave {left_out} out"
+            )
         if m.kind == "image":
             size = (m.channels, *(m.image_size or ()))
             if len(shape) != 3 or (m.image_size is not None and shape != size):
