@@ -172,6 +172,17 @@ def notes_of_parts(source: ModelSource, written: Mapping[str, str]) -> list[str]
     return notes
 
 
+def notes_of_keys(variants: Variants) -> list[str]:
+    """What to say of keys of a batch that neither the model nor the loss reads."""
+    unread = [key for key in variants.first if key not in variants.read]
+    if not unread:
+        return []
+    return [
+        f"training does not read {_some(unread)} of the data; where it should, give the model's forward a "
+        "parameter of that name, or read it from the batch in the loss"
+    ]
+
+
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more

@@ -38,6 +38,7 @@ from mpipipe.checks import (
     check_samples,
     check_trained,
     check_whole,
+    notes_of_keys,
     notes_of_parts,
 )
 from mpipipe.cluster.agree import agree, from_root, surroundings
@@ -392,7 +393,8 @@ class Pipeline(SharedWork):
         check_trained(self.variants, unused)
         for note in before.check_graph(self.variants.graph, self.numerics, self.size):
             self.say(f"note: {note}")
-        for note in notes_of_parts(self.variants.source, self.variants.primary.captured.written):
+        parts = notes_of_parts(self.variants.source, self.variants.primary.captured.written)
+        for note in [*parts, *notes_of_keys(self.variants)]:
             self.say(f"note: {note}")
         if before.plan is None:
             check_groups(asked, len(self.variants.graph.groups))

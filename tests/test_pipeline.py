@@ -431,6 +431,20 @@ def test_elements_without_keys_are_named_after_forward() -> None:
 
 
 @pytest.mark.slow
+def test_keys_that_training_does_not_read_are_told_once() -> None:
+    def numbered(x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"x": x, "labels": labels, "number": labels}
+
+    def body(comm: Communicator) -> list[str]:
+        said: list[str] = []
+        pipeline(comm, data=Samples(37, form=numbered), say=said.append)
+        return [line for line in said if line.startswith("note: ")]
+
+    first, second = run_local(2, body)
+    assert [line.partition(";")[0] for line in first] == ["note: training does not read 'number' of the data"]
+    assert second == []
+
+
 def test_an_argument_of_forward_that_a_batch_brings_is_used() -> None:
     ones = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.ones(()), y)))
     twos = trained(1, data=lambda: Samples(37, form=lambda x, y: (x, torch.tensor(2.0), y)))

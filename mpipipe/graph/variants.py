@@ -135,6 +135,11 @@ class Variants:
     def primary(self) -> Anatomy:
         return self.anatomy("train", self.first)
 
+    @property
+    def read(self) -> frozenset[str]:
+        """Keys of the batch that the primary graph reads."""
+        return frozenset(key for node, key in self.primary.captured.inputs.items() if node.users)
+
     @cached_property
     def graph(self) -> Graph:
         """The value of the primary graph: what is costed, cut and hashed."""

@@ -34,6 +34,7 @@ from mpipipe.data.mixture import Mixture
 from mpipipe.data.synthetic import SyntheticTokens
 from mpipipe.data.text import Text
 from mpipipe.errors import CheckpointError, ConfigError, DataError
+from mpipipe.graph.program import batch_names
 from mpipipe.graph.rewrite import arguments_of, schema_name
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -690,6 +691,19 @@ def test_what_a_user_s_own_data_give_is_not_left_out(name: str) -> None:
         hf.adapt(Own(*keys), model, SEED)
     made_up = SyntheticTokens(VOCAB, CONTEXT, SEED)
     hf.adapt(Mixture([made_up, made_up], [1, 2], SEED), model, SEED)
+
+
+def test_whatever_tensor_the_library_s_forward_takes_may_be_in_a_batch(tmp_path: Path) -> None:
+    changes = {"model_type": "layoutlm", "architectures": ["LayoutLMForSequenceClassification"]}
+    model = hf.build(hf_tiny.write_config("bert", tmp_path, **changes))
+    specs = {
+        "input_ids": TensorSpec((2, CONTEXT), "int64"),
+        "bbox": TensorSpec((2, CONTEXT, 4), "int64"),
+        "labels": TensorSpec((2,), "int64"),
+    }
+    variants = Variants(ModelSource(model.factory, SEED), model.loss, lambda rows: specs, 2, "fp32")
+    assert variants.read == specs.keys()
+    assert batch_names(variants.source.module)[:3] == ["input_ids", "attention_mask", "token_type_ids"]
 
 
 class ReadOnce(DatasetBase):

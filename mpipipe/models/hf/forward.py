@@ -23,7 +23,7 @@ from mpipipe.data.base import IGNORED
 Kind = Literal["causal", "masked", "seq2seq", "image", "sequence"]
 Pair = tuple[Tensor, Tensor | float]
 
-KEYS = (  # what a batch may hold, of what a forward takes
+_FIRST = (  # of what a forward takes; the elements of a batch without keys are named in this order
     *("input_ids", "attention_mask", "token_type_ids", "position_ids", "pixel_values"),
     *("decoder_input_ids", "decoder_attention_mask", "labels"),
 )
@@ -42,8 +42,11 @@ def with_batch_keys(model: nn.Module, kind: Kind) -> nn.Module:
             batch["labels"] = torch.where(_counts(kind, labels).any(), labels, 0)
         return inner(**batch, **fixed)
 
-    keys = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in KEYS if k in known]
-    forward.__signature__ = inspect.Signature(keys)  # type: ignore[attr-defined]
+    tensors = [k for k, p in known.items() if p.default is None and "Tensor" in str(p.annotation)]
+    keys = [*(k for k in _FIRST if k in known), *(k for k in tensors if k not in _FIRST)]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in keys]
+    )
     model.forward = forward
     return model
 
