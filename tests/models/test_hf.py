@@ -541,6 +541,22 @@ def test_frozen_parameters_are_not_trained(tmp_path: Path) -> None:
         hf.build(path, freeze=["wte.*"])
 
 
+class Own(DatasetBase):
+    """Samples of a user, who has masked some labels."""
+
+    vocab = VOCAB
+
+    def __init__(self, *keys: str) -> None:
+        self.sample = dict.fromkeys(keys, TensorSpec((CONTEXT,), "int64"))
+
+    def batch(self, *where: Any) -> dict[str, Tensor]:
+        raise AssertionError("not read")
+
+
+class Digits(Images):
+    classes = 10
+
+
 Change = Callable[[Path], Any]
 
 
@@ -594,6 +610,22 @@ Change = Callable[[Path], Any]
         (
             lambda p: hf_tiny.dataset(hf.build(hf_tiny.write_config("vit", p, num_channels=3))),
             r"reads images of \[3, 8, 8\] .*, the data gives \[1, 8, 8\]",
+        ),
+        (
+            lambda p: hf.adapt(Digits(), hf.build(hf_tiny.write_config("vit", p)), 0),
+            r"the data have 10 classes, the model 4; give id2label in config\.json 10 entries",
+        ),
+        (
+            lambda p: hf_tiny.dataset(hf.build(hf_tiny.write_config("vit", p, id2label={"0": "a"}))),
+            r"the labels of the data are int64, but a model with one label .* id2label one entry per class",
+        ),
+        (
+            lambda p: hf.adapt(
+                Own("input_ids", "labels"),
+                hf.build(hf_tiny.write_config("gpt2", p, id2label={"0": "a"}), task="sequence"),
+                0,
+            ),
+            r"the labels of the data are int64, but a model with one label",
         ),
         (
             lambda p: hf.adapt(Images(), hf.build(hf_tiny.write_config("gpt2", p)), 0),
@@ -663,18 +695,6 @@ def test_only_a_causal_model_goes_on_with_a_text(tmp_path: Path) -> None:
     }
     assert goes_on["gpt2"].encode("a") == [97]
     assert goes_on["bert"].encode("a") is None
-
-
-class Own(DatasetBase):
-    """Samples of a user, who has masked some labels."""
-
-    vocab = VOCAB
-
-    def __init__(self, *keys: str) -> None:
-        self.sample = dict.fromkeys(keys, TensorSpec((CONTEXT,), "int64"))
-
-    def batch(self, *where: Any) -> dict[str, Tensor]:
-        raise AssertionError("not read")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])

@@ -28,11 +28,30 @@ def adapt(data: Dataset, model: HfModel, seed: int) -> Dataset:
     """`data` for `model`; itself where it already speaks the model's words. seed: of the masked tokens.
     Raises DataError or ConfigError where the two do not fit."""
     specs = data.specs(1)
+    if model.labels is not None:
+        _check_classes(data, specs, model.labels)
     if "input_ids" in specs or "pixel_values" in specs:
         return data
     adapted = _Adapted(data, model, seed)
     adapted.check(specs)
     return adapted
+
+
+def _check_classes(data: Dataset, specs: dict[str, TensorSpec], labels: int) -> None:
+    """labels: of the model."""
+    classes = getattr(data, "classes", None)  # of images that were read from files
+    if isinstance(classes, int) and classes > labels:
+        raise ConfigError(
+            f"the data have {classes} classes, the model {labels}; give id2label in config.json {classes} "
+            "entries, and name the head in model.fresh where the model has weights"
+        )
+    found = next((specs[key] for key in LABELS if key in specs), None)
+    if labels == 1 and found is not None and found.dtype.startswith("int"):
+        raise ConfigError(
+            f"the labels of the data are {found.dtype}, but a model with one label (id2label in its "
+            "config.json) takes them for numbers to come close to; give id2label one entry per class, or the "
+            "labels as float32"
+        )
 
 
 def _of_users(data: Dataset) -> bool:
