@@ -191,6 +191,8 @@ def _train(
         threads = threads_of(comm, p.threads, kept, c.run.spares)
         for line in beginning(comm, config, threads, run_dir, 0 if kept is None else kept.step):
             log.say(line)
+        for note in built.notes:
+            log.say(f"note: {note}")
         pipe = Pipeline(
             built.model, built.loss, built.data, optimizer_settings(config), batch=t.batch, val=val,
             val_batch=c.eval_batch, micro_batches=p.micro_batches, metrics=built.metrics,

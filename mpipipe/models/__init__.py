@@ -54,11 +54,19 @@ _BUILT_IN = {
 }
 
 
+_OWN_TOKENS = (
+    "data.name = text gives bytes as tokens, but the model comes with a tokenizer, {0}; where it was trained "
+    "with that, make a token file with: python -m mpipipe tokenize TEXTS -o texts.bin --tokenizer {0}, and "
+    "set data.name=tokens, data.path=texts.bin"
+)
+
+
 @dataclass(frozen=True)
 class Built:
     """model: a factory, whose draws are seeded by `train.seed` and the parameter's name; the parameters of
     its `forward` are keys of the batch. data: what was given, in the words of the model.
-    export: writes beside a checkpoint's weights what else belongs there, and names it."""
+    export: writes beside a checkpoint's weights what else belongs there, and names it. notes: what to say
+    before it is trained."""
 
     model: Callable[[], Any]
     loss: Loss
@@ -66,6 +74,7 @@ class Built:
     data: Any
     initial: Initial | None = None
     export: Callable[[Path], Sequence[str]] = field(default=lambda folder: ())
+    notes: Sequence[str] = ()
 
 
 def build(config: Config, data: Any) -> Built:
@@ -83,8 +92,10 @@ def build(config: Config, data: Any) -> Built:
         found = hf.build(m.name.removeprefix("hf:"), m.task, m.freeze, vocab, m.fresh)
         ours = hasattr(data, "specs")  # what users bring by dotted path has the library's keys already
         adapted = hf.adapt(data, found, config.train.seed) if ours else data
+        own = next((f for f in found.companions if f.name == "tokenizer.json"), None)
+        notes = [_OWN_TOKENS.format(own)] if own and config.data.name == "text" else []
         return Built(
-            found.factory, found.loss, found.metrics, adapted, found.initial, partial(hf.export, found)
+            found.factory, found.loss, found.metrics, adapted, found.initial, partial(hf.export, found), notes
         )
     kind, settings = _BUILT_IN[m.name], dict(m)
     if "vocab" in settings:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from mpipipe.cluster.comm import Communicator
 from mpipipe.cluster.local import run_local
 from mpipipe.config import parse
-from mpipipe.data import open_dataset
+from mpipipe.data import open_dataset, prepare
 from mpipipe.data.base import DatasetBase, Split
 from mpipipe.data.mixture import Mixture
 from mpipipe.data.synthetic import SyntheticTokens
@@ -751,6 +751,24 @@ def test_a_bare_token_file_has_the_ids_of_the_model(tmp_path: Path) -> None:
     )
     data = open_dataset(config, tmp_path)
     assert data.vocab == hf.vocab_size(path) == build(config, data).data.vocab
+
+
+def test_bytes_for_a_model_with_a_tokenizer_of_its_own_are_told(tmp_path: Path) -> None:
+    real(built("gpt2", vocab_size=256)).save_pretrained(tmp_path)
+    file = tmp_path / "a.txt"
+    file.write_text("some letters " * 100)
+    text, model = f"{{name: text, path: {file}}}", f"{{name: 'hf:{tmp_path}', context: 4}}"
+
+    def notes(data: str) -> Any:
+        config = parse(f"model: {model}\ndata: {data}")
+        prepare(config, tmp_path, True)
+        return build(config, open_dataset(config, tmp_path)).notes
+
+    assert notes(text) == []
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (note,) = notes(text)
+    assert f"mpipipe tokenize TEXTS -o texts.bin --tokenizer {tmp_path / 'tokenizer.json'}, and set" in note
+    assert notes("synthetic") == []
 
 
 @pytest.mark.parametrize("data", [[{"input_ids": torch.ones(4).long()}], ([1], [2])])
