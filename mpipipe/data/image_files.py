@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import pickle
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -35,7 +36,7 @@ def read_images(path: Path, val_fraction: float) -> tuple[Labelled, Labelled]:
     Raises DataError."""
     try:
         return _read_idx_folder(path) if path.is_dir() else _read_npz(path, val_fraction)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); give an npz with x_train, y_train, x_test and y_test or with "
             "x and y, or a folder with the four files of MNIST",
@@ -77,6 +78,17 @@ def labels(data: Labelled) -> NDArray[Any]:
     return data.y.reshape(-1)
 
 
+def _finite(data: Labelled) -> Labelled:
+    """Itself. Raises DataError at the first image that is not finite: the mean of all would not be."""
+    x = data.x if data.x.dtype.kind == "f" and data.x.ndim else ()
+    for i, image in enumerate(x):
+        if not np.isfinite(image).all():
+            raise DataError(
+                f"{data.where}: image {i} holds infinity or what is not a number; mend it, or leave it out"
+            )
+    return data
+
+
 def one_size(images: Sequence[NDArray[Any]], where: str) -> NDArray[Any]:
     """Images one by one as one array. Raises DataError at the first that has another size."""
     arrays = [np.asarray(image) for image in images]
@@ -99,7 +111,7 @@ def _read_npz(path: Path, val_fraction: float) -> tuple[Labelled, Labelled]:
         def read(x: str, y: str) -> Labelled:
             with archive.open(members[x]) as images, archive.open(members[y]) as labels:
                 where = f"{path}: {x}"
-                return Labelled(_read_npy(images, where), _read_npy(labels, f"{path}: {y}"), where)
+                return _finite(Labelled(_read_npy(images, where), _read_npy(labels, f"{path}: {y}"), where))
 
         if {"x_train", "y_train", "x_test", "y_test"} <= members.keys():
             return read("x_train", "y_train"), read("x_test", "y_test")
@@ -145,7 +157,7 @@ class _Arrays(pickle.Unpickler):
 def _read_idx_folder(folder: Path) -> tuple[Labelled, Labelled]:
     def read(split: str) -> Labelled:
         images, labels = (_idx_file(folder, name) for name in _IDX[split])
-        return Labelled(_read_idx(images), _read_idx(labels), str(images))
+        return _finite(Labelled(_read_idx(images), _read_idx(labels), str(images)))
 
     return read("train"), read("val")
 

@@ -77,6 +77,28 @@ def test_a_constant_channel_is_not_divided_by_zero() -> None:
     assert torch.equal(data.batch("train", 0, 0, 4, BOTH)["x"], torch.zeros(4, 1, 4, 4))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 19])
+def test_an_image_that_is_not_finite_is_named(tmp_path: Path, value: float, place: int) -> None:
+    x, y = pixels(20, 4, 4).astype(np.float32), np.arange(20) % 2
+    x[place, 1, 1] = value
+    np.savez(tmp_path / "whole.npz", x=x, y=y)
+    np.savez(tmp_path / "split.npz", x_train=np.zeros((5, 4, 4)), y_train=y[:5], x_test=x, y_test=y)
+    for name, key in (("whole", "x"), ("split", "x_test")):
+        with pytest.raises(DataError, match=rf"{name}\.npz: {key}: image {place} holds infinity"):
+            read_images(tmp_path / f"{name}.npz", 0.5)
+
+
+def test_a_damaged_archive_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        idx(tmp_path / f"{name}-ubyte.gz", pixels(9, 5, 7), zipped=True)
+    whole = bytearray((tmp_path / "train-images-idx3-ubyte.gz").read_bytes())
+    whole[10:14] = b"\xff" * 4  # the head of what is compressed
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(whole)
+    with pytest.raises(DataError, match=r"cannot be read \(Error -3 while decompressing"):
+        read_images(tmp_path, 0.2)
+
+
 def test_an_npz_has_its_own_test_set_or_gives_up_a_share(tmp_path: Path) -> None:
     x, y = pixels(20, 6, 6), np.repeat([0, 1], 10)
     np.savez(tmp_path / "split.npz", x_train=x[:15], y_train=y[:15, None], x_test=x[15:], y_test=y[15:])
