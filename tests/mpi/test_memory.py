@@ -34,6 +34,8 @@ CASES = [
 RECOMPUTED = {"zb-h2": ("selective", "full"), "v-half": ("full", "selective")}
 EVALUATED_STEPS = 5  # from one evaluation to the next
 UP_TO_TWO = pytest.mark.mpi(fast_up_to=2)
+ON_TWO = pytest.mark.mpi(min_size=2, fast_up_to=2)
+LONG = CASES[-2]  # replicas with exact sums, BatchNorm and evaluations
 OFTEN = (*CASES[2:4], *CASES[-2:])  # several stages on a rank, and replicas: on every number of ranks
 
 
@@ -79,14 +81,14 @@ def test_no_tensor_outlives_its_step(comm: MpiCommunicator, schedule: str, case:
     ("schedule", "case", "steps"),
     [
         pytest.param(*CASES[-1], 100, marks=UP_TO_TWO),
-        *(pytest.param(s, c, 1000, marks=pytest.mark.full) for s, c in CASES),
+        *(pytest.param(s, c, 1000, marks=ON_TWO if (s, c) == LONG else pytest.mark.full) for s, c in CASES),
     ],
     ids=str,
 )
 def test_nothing_grows_over_a_thousand_steps(
     comm: MpiCommunicator, schedule: str, case: Case, steps: int
 ) -> None:
-    """And of replicas over a hundred, in seconds."""
+    """Of all in the full suite; and of fast replicas over a hundred, in seconds."""
     (early, first), (_, middle), (late, last) = held(comm, schedule, case, (3, steps // 2, steps))
     grown = comm.allgather_object((late - early, last - first, last - middle))
     print(f"{schedule} {case}: tensors, bytes, bytes of the second half, by rank: {grown}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import SHAPES, captured, even_cuts
+from tiny import SHAPES, Case, captured, differences, even_cuts, train_local
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -154,6 +154,17 @@ def test_weight_gradients_wait_and_what_is_kept_for_them_is_let_go() -> None:
     for name, g in whole.weights.grad.items():
         assert torch.equal(g, two.weights.grad[name]), name
     assert not two._waiting
+
+
+@pytest.mark.slow
+def test_a_stage_without_a_weight_gradient_that_can_wait_does_all_in_i() -> None:
+    """Norms alone: W has nothing to do, and the bits are those of one rank."""
+    case, cuts = Case("gpt", tied="eager"), ("blocks.0.ln_2/layer_norm.0", "blocks.0.mlp.fc/linear.0")
+    code = case.variants.training_code(case.variants.specs(case.rows), cuts, 1, in_two=True)
+    assert [name for name, _ in code.leaves] == ["blocks.0.ln_2.weight", "blocks.0.ln_2.bias"]
+    assert code.deferred == frozenset()
+    got = train_local(case, 3, "zb-h1", cuts=cuts, window=16)
+    assert differences(train_local(case, 1), got) == []
 
 
 @pytest.mark.slow
