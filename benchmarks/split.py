@@ -30,6 +30,7 @@ from benchmarks.common import machine, say
 from benchmarks.kernels.harness import Call, Case, Compared, compare
 from benchmarks.step import pipeline
 from mpipipe import Pipeline
+from mpipipe.cluster.memory import uncollected
 from mpipipe.graph.cut import Code
 from mpipipe.graph.program import Batch
 from mpipipe.planner import partition
@@ -130,8 +131,10 @@ def measured(models: Sequence[str], sides: Sequence[str], rounds: int) -> Iterat
         for bits in sides:
             pipe = pipeline(model, "fp32", 1, bits, gemm=gemm)
             gemm, halves = pipe.numerics.gemm, Halves(pipe)
-            both = compare(halves.case(f"{model}, {bits}"), rounds, time.process_time)
-            alone = [compare(halves.case(f"stage {s}", [s]), rounds, time.process_time) for s in (0, 1)]
+            gc.collect()
+            with uncollected():  # of garbage: steps of a run leave so little that it is not looked for
+                both = compare(halves.case(f"{model}, {bits}"), rounds, time.process_time)
+                alone = [compare(halves.case(f"stage {s}", [s]), rounds, time.process_time) for s in (0, 1)]
             yield line(model, bits, gemm, both, alone)
             del pipe, halves
             gc.collect()  # a pipeline refers to itself

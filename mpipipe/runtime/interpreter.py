@@ -526,8 +526,10 @@ class Interpreter:
         self.mailbox.finish(i)
 
     def _send_update(self, i: Instr) -> None:
-        self.mailbox.post(i._replace(op=Op.RECV_UPDATE))
+        """Before the receive that lets the partner's come: its answer to this message would stand behind that
+        one, where they share a line."""
         self.outbox.send(self.copies[i.stage].updated_for(self.program.copy_on(i.peer)), i)
+        self.mailbox.post(i._replace(op=Op.RECV_UPDATE))
 
     def _move_on(self) -> None:
         """Messages, while this rank computes."""

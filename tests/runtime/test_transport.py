@@ -3,6 +3,7 @@ which buffers stay."""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -247,6 +248,35 @@ def test_the_buffers_that_stay_are_those_that_a_plan_counts(
 
     for kept, counted in run_local(n_ranks, body):
         assert kept == counted > 0
+
+
+@pytest.mark.slow
+def test_new_weights_are_offered_before_those_of_the_partner_may_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, done, lock = Case("mlp", batch=8, micro_batches=4, blocks=2), [], threading.Lock()
+    warm(case)
+
+    def noting(method: Any) -> Any:
+        def noted(of: Any, *given: Any) -> None:
+            instr = next(one for one in given if isinstance(one, Instr))
+            if instr.op in (Op.SEND_UPDATE, Op.RECV_UPDATE):
+                with lock:
+                    done.append((of._comm.rank, instr.op))
+            method(of, *given)
+
+        return noted
+
+    monkeypatch.setattr(Outbox, "send", noting(Outbox.send))
+    monkeypatch.setattr(Mailbox, "post", noting(Mailbox.post))
+
+    def body(comm: Communicator) -> None:
+        plan = plan_of(case, "1f1b", (), copies=2)
+        Trainer(comm, case.variants, plan, case.settings, case.dataset).step(0)
+
+    run_local(2, body)
+    for rank in (0, 1):
+        assert [op for at, op in done if at == rank] == [Op.SEND_UPDATE, Op.RECV_UPDATE]
 
 
 @pytest.mark.slow
