@@ -166,6 +166,8 @@ class Interpreter:
         if self._unfinished:  # somebody has caught what broke a step off, such as a Ctrl-C, and goes on
             self._forget_step()
         self.job, self.program = job, program
+        for stage in self.stages.values():  # the weights may have been written meanwhile
+            stage.weights.forget_casts()
         self.copy, self.served = program.copy_on(self.comm.rank), program.copies_on(self.comm.rank)
         self.share = program.share_on(self.comm.rank)
         self.rank_of_stage = program.copies[self.served.start]  # the same ones are this one in all of them
