@@ -356,7 +356,7 @@ class Pipeline(SharedWork):
         check_storable(specs, "the model")
         if weights is not None:
             weights.check(specs)
-            weights.keep(specs.keys() & source.buffers.keys())  # which captures to come ask for, too
+            weights.keep(name for name in specs if name in source.buffers)  # captures to come ask for them
         check_given(self.comm, source)
         return source
 

@@ -51,6 +51,7 @@ from mpipipe.planner.stages import bounds
 from mpipipe.report.plan_file import plan_text
 from mpipipe.runtime import rehearsal
 from mpipipe.runtime.sample import generate
+from mpipipe.runtime.setting import use_gemm_route
 from mpipipe.runtime.stage import Stage
 from mpipipe.runtime.trainer import Trainer
 from mpipipe.runtime.transport import Loopback, Outbox
@@ -790,8 +791,10 @@ def test_another_pipeline_in_the_process_changes_no_bits(bits: str) -> None:
         if disturbed:
             pipeline(comm, threads=2, kernels=False)
             assert torch.get_num_threads() != before
+            use_gemm_route("onednn")  # as another one may choose
         found = result(pipe)
         assert torch.get_num_threads() == before
+        assert torch.backends.mkldnn.matmul.fp32_precision == "none"  # type: ignore[attr-defined]
         assert ops.native.version_in_use() == ("none" if ops.kernels is None else ops.KERNELS_VERSION)
         return found
 

@@ -96,8 +96,9 @@ class Interpreter:
         self.comm, self.variants, self.cuts = comm, variants, tuple(cuts)
         self.stages, self.ties, self.resident_bytes = stages, ties, resident_bytes
         self._data_s = 0.0  # that the instruction which runs has waited for its samples
-        self._unfinished = False  # a step of training has begun and not ended
-        self.torn = False  # some of its weights are those of the next step
+        self.job: Job
+        self._unfinished = False  # a run of a program has begun and not ended
+        self._torn = False  # some weights are those of the next step
         self.numerics, self.clip = numerics, optimizer.clip
         self.updaters = {s: optimizer.attach(stage.weights) for s, stage in stages.items()}
         self.n_stages = len(cuts) + 1
@@ -125,7 +126,7 @@ class Interpreter:
         """Runs this rank's part of `program`; collective over the ranks of the program."""
         instrs = program.instrs(self.comm.rank)
         self._begin(program, job, instrs)
-        self._unfinished = job.mode == "train"
+        self._unfinished = True
         held = self.resident_bytes()
         for i, instr in enumerate(instrs):
             self.outcome.times[i, 0] = time.perf_counter()
@@ -149,12 +150,12 @@ class Interpreter:
                 self._forget_step()
                 break
         self.outbox.wait_all()
-        self._unfinished = self.torn = False
+        self._unfinished = self._torn = False
         return self.outcome
 
     def check_whole(self) -> None:
         """Raises MpipipeError where the last step was broken off while it updated the weights."""
-        if self.torn:
+        if self._torn:
             raise MpipipeError(
                 f"step {self.job.step} was broken off while it updated the weights, of which only some are "
                 "new; go on from a checkpoint (resume=)"
@@ -163,7 +164,12 @@ class Interpreter:
     def _begin(self, program: Program, job: Job, instrs: Sequence[Instr]) -> None:
         """What belongs to one run alone. Raises as `check_whole`."""
         self.check_whole()
-        if self._unfinished:  # somebody has caught what broke a step off, such as a Ctrl-C, and goes on
+        if self._unfinished and self.comm.size > 1:
+            raise MpipipeError(
+                f"{self.job.mode} step {self.job.step} was broken off, and messages of it may still be under "
+                "way; start again from a checkpoint (resume=)"
+            )
+        if self._unfinished:  # somebody has caught what broke it off, such as a Ctrl-C, and goes on
             self._forget_step()
         self.job, self.program = job, program
         for stage in self.stages.values():  # the weights may have been written meanwhile
@@ -429,7 +435,7 @@ class Interpreter:
 
     def _step(self, i: Instr) -> None:
         stage = self.stages[i.stage]
-        self.torn = True
+        self._torn = True
         stage.weights.forget_casts()
         self.updaters[i.stage].update(self.job.step, self.factor)
         others = (g.grad.buffer for g in stage.weights.groups if g.owner != self.copy)

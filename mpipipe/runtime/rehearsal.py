@@ -155,7 +155,7 @@ class _Rehearsed:
             self._found.append(self._turn(batch, clock))
         except REFUSALS:  # a step has other numbers, and shows an error that is none of these
             self._refused = True
-            stage.forget_statistics()
+            stage.forget()
         stage.weights.forget_rows()  # which would be those of many steps
         if stage.weights.tied == "eager":  # of uses that have no accumulator
             take_gradients(stage.weights)

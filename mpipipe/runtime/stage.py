@@ -175,11 +175,9 @@ class Stage:
             if leaf not in sums:
                 sums[leaf] = torch.zeros_like(total)
             leaf.grad = sums[leaf]
-        try:
-            yield
-        finally:
-            for leaf, total in running:
-                leaf.grad = total
+        yield
+        for leaf, total in running:
+            leaf.grad = total
 
     @torch.no_grad()
     def begin(self, block: Hashable) -> None:

@@ -163,10 +163,10 @@ class StageWeights:
         in_place = {n: g for weights in (*there, self) for n, g in weights.grad.items() if n in as_rows}
         self._lent = [g for n, g in in_place.items() if n in self.uses and n not in self.grad]
         self.extra = self._make_leaves(source, leaves, owner, as_rows, in_place)
-        self._bare = [leaf for leaf in self.leaves.values() if leaf.grad is None]  # between two micro-batches
         self.shares = [Sums([group.grad for group in self.groups], self.extra)]
         self.shares += [self.shares[0].sibling() for _ in range(1, n_shares)]
         self._share = 0
+        self._grads = [(leaf, leaf.grad) for leaf in self.leaves.values()]  # between two micro-batches
 
     def _groups(self, source: ModelSource, copy_of: Mapping[str, int]) -> list[ParamGroup]:
         by_key: dict[tuple[int, torch.dtype, bool], dict[str, torch.Size]] = {}
@@ -270,8 +270,10 @@ class StageWeights:
         """What backward has added, to the gradient of another stage on this rank, too; and the casts."""
         for accumulator in (*(t for sums in self.shares for t in sums.tensors), *self._lent):
             accumulator.zero_()
-        for leaf in self._bare:
-            leaf.grad = None
+        for leaf, grad in self._grads:
+            leaf.grad = grad
+        self._share = -1  # wherever a step was broken off
+        self.add_to(0)
         self.forget_rows()
         self.forget_casts()
 

@@ -103,7 +103,7 @@ def read_index(folder: str | Path, kind: Kind = "model") -> dict[str, str]:
 
 
 class Reader:
-    """Reads single tensors of a checkpoint; a rank reads what it owns and nothing else.
+    """Reads single tensors of a checkpoint; a rank reads what it owns, and what it is to `keep`.
 
     index: the file that names them; names: what the checkpoint holds, in canonical order; digests:
     `tensor_digest` of what was read. Raises CheckpointError, here and below, with the file and the next move.

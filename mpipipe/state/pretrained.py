@@ -64,7 +64,9 @@ class Weights:
         """Whether `name` has this shape and these values, its own converted to their dtype."""
         if self.specs[name].shape != values.shape:
             return False
-        return all(torch.equal(part, piece.to(part.dtype)) for part, piece in self._pieces(name, values))
+        return all(
+            torch.equal(part, piece.to(part.device, part.dtype)) for part, piece in self._pieces(name, values)
+        )
 
     def _pieces(self, name: str, of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """8 MiB at a time: part of a contiguous tensor, and what is on disk for it until the next is read."""

@@ -169,7 +169,7 @@ def test_over_tcp_messages_move_while_ranks_compute_and_change_no_bits(launch: L
         2, "-m", "pytest", "tests/mpi/test_comm.py", "tests/mpi/test_bits.py", "--with-mpi", "-q",
         "-m", "mpi and not full",
         "-k", "arrive or large_message or who_moves or with_measured_costs or several_stages_on_a_rank",
-        env={"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"},
+        env={"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"},
     )  # fmt: skip
     assert job.returncode == 0, job.stdout + job.stderr
     assert " passed" in job.stdout

@@ -4,7 +4,6 @@ which buffers stay."""
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -284,11 +283,13 @@ def test_in_an_evaluation_no_rank_runs_far_ahead_of_the_next_one(monkeypatch: py
     """It would hold the activations of all micro-batches, which no plan counts."""
     case, window, most = Case("mlp", batch=8, micro_batches=4, evaluate=True), 3, [0]
     warm(case)
-    send = Outbox.send
+    send, full = Outbox.send, threading.Event()
 
     def noting(box: Outbox, *given: Any) -> None:
         send(box, *given)
         most[0] = max(most[0], len(box.pending()))
+        if most[0] > window:
+            full.set()
 
     monkeypatch.setattr(Outbox, "send", noting)
 
@@ -298,7 +299,7 @@ def test_in_an_evaluation_no_rank_runs_far_ahead_of_the_next_one(monkeypatch: py
         if comm.rank == 1:
             last = trainer.interpreter.stages[1]
             forward = last.forward
-            monkeypatch.setattr(last, "forward", lambda *given: (time.sleep(0.005), forward(*given))[1])
+            monkeypatch.setattr(last, "forward", lambda *given: (full.wait(60), forward(*given))[1])
         return trainer.evaluate(1, 2 * 40)["loss"]
 
     first, second = run_local(2, body)

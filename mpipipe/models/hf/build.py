@@ -80,7 +80,7 @@ def build(
     config.architectures = [model_class.__name__]
     if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
-    if kind == "causal" and "loss_function" not in inspect.unwrap(model_class.forward).__code__.co_names:
+    if kind == "causal" and "loss_function" not in _names_in(model_class.forward):
         raise ConfigError(  # only the loss that the library gives all its models shifts the labels
             f"hf:{path}: the loss of {model_class.__name__} compares each token with itself and not with the "
             "next one, so the model would learn to copy; choose another model.task, or give the model as "
@@ -124,6 +124,11 @@ def build(
         texts=texts,
         companions=found.companions,
     )
+
+
+def _names_in(forward: Callable[..., Any]) -> Sequence[str]:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def vocab_size(path: str | Path) -> int | None:
