@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +56,13 @@ def forget(folder: Path, error: BaseException | str = "") -> None:
     """Removes the folder of a start that has failed, one that `create` has named. It stays where there is
     more in it than any start leaves before it plans, and where the error names it: a user may look there.
     What cannot be removed stays with the configuration, by which a folder is known as that of a run."""
+    for pause_s in (0.0, 0.1, 0.5):  # another rank may just have written a file of it
+        time.sleep(pause_s)
+        if folder.exists():
+            _forget(folder, error)
+
+
+def _forget(folder: Path, error: BaseException | str) -> None:
     found = [  # by a walk, which does not mind that another rank removes its files meanwhile
         (Path(at) / name).relative_to(folder).as_posix() for at, _, names in os.walk(folder) for name in names
     ]
