@@ -230,7 +230,8 @@ def _place(config: Config, resume: bool) -> tuple[Path, list[str], bool]:
     run_dir = reopen(config) if resume else None
     if run_dir is not None:
         return run_dir, [], True
-    said = ["note: there is no run to resume, a new one begins"] if resume else []
+    there = config.run.dir or "runs"
+    said = [f"note: there is no run to resume in {there}, a new one begins"] if resume else []
     return create(config), said, False
 
 

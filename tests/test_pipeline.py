@@ -779,6 +779,23 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
         assert undisturbed == expected, "nor does saving disturb"
 
 
+@pytest.mark.slow
+def test_data_that_is_mended_after_an_error_is_read_again() -> None:
+    """Also what was loaded ahead of it."""
+
+    def body(comm: Communicator, broken: bool) -> Result:
+        data = Samples(5 * BATCH)
+        data.labels += broken  # one more than there are classes
+        pipe = pipeline(comm, data=data)
+        if broken:
+            with pytest.raises(DataError, match="'labels' holds"):
+                result(pipe)
+            data.labels -= 1
+        return result(pipe)
+
+    assert alone(lambda comm: body(comm, True)) == alone(lambda comm: body(comm, False))
+
+
 @pytest.mark.parametrize("bits", ["torch", "fast"])
 @pytest.mark.slow
 def test_another_pipeline_in_the_process_changes_no_bits(bits: str) -> None:

@@ -57,8 +57,8 @@ def check_copies(copies: Copies, n_ranks: int, numerics: Numerics) -> None:
     if isinstance(copies, int) and n_ranks % copies:
         ranks = f"start {multiples_beside(n_ranks, copies)} ranks, or " if copies in legal else ""
         raise PlanError(
-            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has equally many; {ranks}use "
-            f"{' or '.join(str(n) for n in legal if n_ranks % n == 0)}"
+            f"{counted(copies, 'replica')} on {counted(n_ranks, 'rank')}: each has as many ranks as the "
+            f"others; {ranks}use {' or '.join(str(n) for n in legal if n_ranks % n == 0)}"
         )
     of_stages = (copies,) if isinstance(copies, int) else copies
     apart = [n for n in of_stages if n > 1 and not _whole_sub_trees(n, most)]

@@ -172,6 +172,11 @@ class Feed:
             source.expect()
         return source
 
+    def forget(self) -> None:
+        """What is loaded ahead, but for data that can be read once only."""
+        if self.data.exact:
+            self.ahead.expect([])
+
     def get(self, request: Request) -> Batch:
         with self.during("its data"):
             return self.ahead.get(request)

@@ -127,8 +127,16 @@ class Trainer:
     def step(self, step: int, stop: bool = False) -> Outcome | None:
         """One optimizer step; the same outcome on every rank but for its times. None: the data has ended.
 
-        Raises MpipipeError on every rank when the loss or a gradient is not finite.
+        Raises MpipipeError on every rank when the loss or a gradient is not finite. Where anything is raised,
+        what is loaded ahead is loaded again: the data may be mended before the step is tried again.
         """
+        try:
+            return self._step(step, stop)
+        except BaseException:
+            self.feed.forget()
+            raise
+
+    def _step(self, step: int, stop: bool) -> Outcome | None:
         source = self.feed.begin("train", "train", step, self.bounds)
         if source is None:
             return None

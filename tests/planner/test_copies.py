@@ -108,8 +108,8 @@ def test_legal_copies_are_those_whose_sums_are_whole_sub_trees() -> None:
     [
         (2, 2, "2 replicas with pipeline.blocks = 1: .* use 1;"),
         (3, 6, "3 replicas with pipeline.blocks = 4: .* use 1 or 2 or 4;"),
-        (2, 3, "2 replicas on 3 ranks: each has equally many; start 2 or 4 ranks, or use 1$"),
-        (3, 4, "3 replicas on 4 ranks: each has equally many; use 1 or 2 or 4$"),
+        (2, 3, "2 replicas on 3 ranks: each has as many ranks as the others; start 2 or 4 ranks, or use 1$"),
+        (3, 4, "3 replicas on 4 ranks: each has as many ranks as the others; use 1 or 2 or 4$"),
         (4, 2, "4 replicas on 2 ranks: .* start 4 ranks, or use 1 or 2$"),
     ],
 )
@@ -164,7 +164,12 @@ def test_numbers_that_no_blocks_allow_together_are_refused_as_a_whole(copies: Co
             (5, 2), 7, r"replicas 5\+2 with pipeline.micro_batches = 6: there are 10 ways through them, .*; "
             "use pipeline.micro_batches=10 or more, or numbers that divide 5: 1 or 5$",
         ),
-        (4, 6, "4 replicas on 6 ranks: each has equally many; start 4 or 8 ranks, or use 1 or 2 or 3 or 6$"),
+        (
+            4,
+            6,
+            "4 replicas on 6 ranks: each has as many ranks as the others; start 4 or 8 ranks, or use 1 or 2 "
+            "or 3 or 6$",
+        ),
     ],
 )  # fmt: skip
 def test_fast_copies_have_work(copies: Copies, n_ranks: int, words: str) -> None:
