@@ -219,12 +219,17 @@ def placements(order: Order, n_copies: int, several_levels: bool) -> list[tuple[
     return [together, apart] if several_levels and n_copies > 1 and per > 1 else [together]
 
 
+def check_known(n_ranks: int, costs: Costs) -> None:
+    """Raises PlanError for more ranks than there are costs of."""
+    if n_ranks > (there := len(costs.cluster.devices)):
+        raise PlanError(f"{n_ranks} ranks, and the costs are of {there}; plan for {there} at most")
+
+
 def stages_in(costs: Costs, layout: Layout, cuts: Sequence[int]) -> tuple[StageCost, ...]:
     """The stages of copy 0, each on its rank, then those of each other copy. The parameters of a group count
-    as one, of which a copy owns all or nothing; a tied one is there once on its owner's rank. Raises
-    PlanError for more ranks than there are costs of."""
-    if layout.n_ranks > (there := len(costs.cluster.devices)):
-        raise PlanError(f"{layout.n_ranks} ranks, and the costs are of {there}; plan for {there} at most")
+    as one, of which a copy owns all or nothing; a tied one is there once on its owner's rank. Raises as
+    `check_known`."""
+    check_known(layout.n_ranks, costs)
     if layout.n_copies > 1:  # also of a stage that has one
         costs = costs.but(rows_bytes={})
     found, n = list(_stages_apart(costs, layout, cuts)), layout.n_stages

@@ -19,6 +19,7 @@ from mpipipe.errors import DeadlockError, PlanError
 from mpipipe.planner.copies import (
     Copies,
     check_copies,
+    check_known,
     largest_share,
     pipeline_copies,
     placements,
@@ -65,8 +66,8 @@ def make_plan(
     missing. by_hand: a plan with the order of `BY_HAND`, where there is one already. brief, of an order that
     follows from costs: made for the cuts and ranks of `by_hand` alone; without it, for the first cuts. like:
     of two plans with such an order whose steps differ by less, that which is less `dear` is taken."""
-    if n_copies != 1 and n_ranks > (there := len(costs.cluster.devices)):  # of one, `check_counts` says so
-        raise PlanError(f"{n_ranks} ranks, and the costs are of {there}; plan for {there} at most")
+    if n_copies != 1:  # of one, `check_counts` says so
+        check_known(n_ranks, costs)
     check_copies(n_copies, n_ranks, numerics)
     making = _Making(costs, numerics, schedule, receive_window, recompute, by_hand, brief, like)
     if isinstance(n_copies, int):

@@ -162,7 +162,8 @@ class Interpreter:
             )
 
     def _begin(self, program: Program, job: Job, instrs: Sequence[Instr]) -> None:
-        """What belongs to one run alone. Raises as `check_whole`."""
+        """What belongs to one run alone. Raises MpipipeError where the one before was broken off, and left
+        what cannot be put back."""
         self.check_whole()
         if self._unfinished and self.comm.size > 1:
             raise MpipipeError(

@@ -151,8 +151,7 @@ class Reader:
     def keep(self, names: Iterable[str]) -> None:
         """Has these in memory: they are to be read again when the files may be gone."""
         for name in names:
-            spec = self.spec(name)
-            found = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            found = empty(self.spec(name))
             self.read(name, found)
             self._kept[name] = found
 

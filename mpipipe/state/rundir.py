@@ -56,17 +56,25 @@ def forget(folder: Path, error: BaseException | str = "") -> None:
     """Removes the folder of a start that has failed, one that `create` has named. It stays where there is
     more in it than any start leaves before it plans, and where the error names it: a user may look there.
     What cannot be removed stays with the configuration, by which a folder is known as that of a run."""
-    for pause_s in (0.0, 0.1, 0.5):  # another rank may just have written a file of it
-        time.sleep(pause_s)
-        if folder.exists():
-            _forget(folder, error)
+    if str(folder) in str(error):
+        return
+    _forget(folder)
+    for pause_s in (0.1, 0.5):  # another rank may just have written a file of it
+        if folder.exists() and _is_start(folder):
+            time.sleep(pause_s)
+            _forget(folder)
 
 
-def _forget(folder: Path, error: BaseException | str) -> None:
+def _is_start(folder: Path) -> bool:
+    """Whether there is no more in it than any start leaves before it plans."""
     found = [  # by a walk, which does not mind that another rank removes its files meanwhile
         (Path(at) / name).relative_to(folder).as_posix() for at, _, names in os.walk(folder) for name in names
     ]
-    if str(folder) not in str(error) and all(any(fnmatchcase(f, p) for p in _OF_ANY_START) for f in found):
+    return all(any(fnmatchcase(f, p) for p in _OF_ANY_START) for f in found)
+
+
+def _forget(folder: Path) -> None:
+    if _is_start(folder):
         with suppress(OSError):
             for path in folder.iterdir():
                 if path.is_dir():

@@ -77,17 +77,7 @@ def build(
     transformers, found = _library(), find(path)
     config = _config(transformers, found)
     kind, model_class = _class_of(transformers, config, task, path)
-    config.architectures = [model_class.__name__]
-    if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
-    if kind == "causal" and "loss_function" not in _names_in(model_class.forward):
-        raise ConfigError(  # only the loss that the library gives all its models shifts the labels
-            f"hf:{path}: the loss of {model_class.__name__} compares each token with itself and not with the "
-            "next one, so the model would learn to copy; choose another model.task, or give the model as "
-            "package.module:factory with a model.loss of your own"
-        )
-    if kind in ("causal", "masked") and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
-        config.is_decoder = kind == "causal"  # else BERT and its kin see the tokens that they are to predict
+    _settle(config, kind, model_class, path)
     factory = partial(_make, model_class, config, kind, tuple(freeze))
     with torch.device("meta"):
         model: Any = factory()
@@ -124,6 +114,21 @@ def build(
         texts=texts,
         companions=found.companions,
     )
+
+
+def _settle(config: Any, kind: Kind, model_class: Any, path: str | Path) -> None:
+    """What the config leaves open of this kind. Raises ConfigError where the model would learn to copy."""
+    config.architectures = [model_class.__name__]
+    if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # as T5 was trained
+    if kind == "causal" and "loss_function" not in _names_in(model_class.forward):
+        raise ConfigError(  # only the loss that the library gives all its models shifts the labels
+            f"hf:{path}: the loss of {model_class.__name__} compares each token with itself and not with the "
+            "next one, so the model would learn to copy; choose another model.task, or give the model as "
+            "package.module:factory with a model.loss of your own"
+        )
+    if kind in ("causal", "masked") and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
+        config.is_decoder = kind == "causal"  # else BERT and its kin see the tokens that they are to predict
 
 
 def _names_in(forward: Callable[..., Any]) -> Sequence[str]:
