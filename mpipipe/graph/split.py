@@ -20,9 +20,10 @@ from mpipipe.graph.recompute import part_products
 from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import schema_name
 from mpipipe.ops import fused
+from mpipipe.ops.convolution import conv_later, conv_transpose_later, of_a_batch
 from mpipipe.ops.deferred import Deferred, Later
 from mpipipe.ops.embedding import embedding
-from mpipipe.ops.linear import linear, linear_later, torch_linear_later
+from mpipipe.ops.linear import linear, linear_later, of_a_matrix, torch_linear_later
 
 _DEFERRED = {
     f"aten::{name}"
@@ -32,10 +33,15 @@ _DEFERRED = {
     )
 }  # fmt: skip
 _OWN = (linear, embedding, fused.product_of)
+_ATEN = torch.ops.aten
+_CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
+_TRANSPOSED = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input, _ATEN.conv_transpose3d.input)
 _LATER: dict[Any, Later] = {
-    torch.ops.aten.linear.default: torch_linear_later,
-    linear: linear_later,
-    fused.product_of: fused.product_of_later,
+    _ATEN.linear.default: Later(of_a_matrix, torch_linear_later),
+    linear: Later(of_a_matrix, linear_later),
+    fused.product_of: Later(of_a_matrix, fused.product_of_later),
+    **dict.fromkeys(_CONVOLUTIONS, Later(of_a_batch, conv_later)),
+    **dict.fromkeys(_TRANSPOSED, Later(of_a_batch, conv_transpose_later)),
 }
 
 

@@ -5,26 +5,34 @@
     later      `Pending.run`: all graphs that were put down, towards the weights alone
 
 Both ways go through torch's own backward of the operator, so neither changes a bit. A graph of its own and
-two runs of autograd take as long as a small product, so a linear layer, whose weight gradient is one known
-product, does without:
+two runs of autograd take as long as a small product, so a linear layer or a convolution, whose weight
+gradient is one known call, does without:
 
     forward    x  ->  [ op as torch has it ]  ->  y                     in the graph of the micro-batch
     backward   as ever, but not towards the weights;  (x, gradient of y) is put down
-    later      the product
+    later      the call
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Later = Callable[..., None]
+
+class Later(NamedTuple):
+    """How the weight gradients of an operator that makes one tensor are made without a graph of its own.
+
+    serves: of its input and its weight, whether `add` can; add: given the gradient of the result and the
+    operator's arguments, adds to those of weight and bias. The input is None where the weight has none."""
+
+    serves: Callable[[Tensor, Tensor], bool]
+    add: Callable[..., None]
 
 
 class Pending:
@@ -34,7 +42,7 @@ class Pending:
         # every deferred operator depends on it, on what the stage received, or on a weight that does not
         # wait, so that backward comes to all
         self.trigger = torch.empty(0, requires_grad=True)
-        self._products: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], None]] = []
         self._edges: list[GradientEdge] = []
         self._grads: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -44,16 +52,16 @@ class Pending:
         self._grads.append(grad)
         self._weights += weights
 
-    def add_product(self, later: Later, args: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    def add_call(self, add: Callable[..., None], args: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
         """grads: of the operator's result, alone; None where nothing depends on it."""
         if grads[0] is not None:
-            self._products.append(partial(later, grads[0], *args))
+            self._calls.append(partial(add, grads[0], *args))
 
     def run(self) -> None:
         """Accumulates them in the weights, as a whole backward does."""
         with torch.no_grad():
-            while self._products:  # what one was made of is given back then
-                self._products.pop()()
+            while self._calls:  # what one was made of is given back then
+                self._calls.pop()()
         if self._edges:
             torch.autograd.backward(self._edges, self._grads, inputs=self._weights)
         self._edges, self._grads, self._weights = [], [], []
@@ -61,9 +69,8 @@ class Pending:
 
 class Deferred:
     """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
-    wait; no other operator of the micro-batch may read them. later: given the gradient of the result and the
-    arguments, adds the gradients to the weights; of a linear layer of the first argument, where all other
-    tensors are among `weights`."""
+    wait; no other operator of the micro-batch may read them. later: where its first argument is the input,
+    the second the weight, and all other tensors are among `weights`."""
 
     def __init__(self, op: Callable[..., Tensor], weights: Sequence[int], later: Later | None = None) -> None:
         self.op, self.weights, self.later = op, weights, later
@@ -73,8 +80,8 @@ class Deferred:
         leaves = [args[i] for i in self.weights if args[i].requires_grad]
         if not leaves or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
-        if self.later is not None and _is_product(*args[:2]):
-            return self._with_product(pending, partial(self.later, **kwargs), *args, **kwargs)
+        if self.later is not None and args[0].requires_grad and self.later.serves(*args[:2]):
+            return self._with_call(pending, partial(self.later.add, **kwargs), *args, **kwargs)
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
 
         def call(*tensors: Tensor) -> Tensor:
@@ -84,20 +91,18 @@ class Deferred:
         result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
         return result
 
-    def _with_product(self, pending: Pending, later: Later, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    def _with_call(
+        self, pending: Pending, add: Callable[..., None], x: Tensor, *rest: Any, **kwargs: Any
+    ) -> Tensor:
+        """Where backward comes to it by itself, as the input has a gradient."""
         x = _cast(x)
         y = self.op(x, *rest, **kwargs)
         # of a view the node of what it is a view of: an operator that writes into y puts another in its place
         made = y if y._base is None or y._base.grad_fn is None else y._base
         assert made.grad_fn is not None
         kept = x.detach() if rest[0].requires_grad else None
-        made.grad_fn.register_prehook(partial(pending.add_product, later, (kept, *rest)))
+        made.grad_fn.register_prehook(partial(pending.add_call, add, (kept, *rest)))
         return y
-
-
-def _is_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether backward comes to it by itself, and torch makes a product of these as they are."""
-    return x.requires_grad and x.is_contiguous() and weight.dim() == 2
 
 
 def _cast(x: Tensor) -> Tensor:

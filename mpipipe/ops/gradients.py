@@ -52,6 +52,17 @@ def leaf_of(ctx: Any, position: int) -> Any:
         return None
 
 
+def add_to(leaf: Tensor, gradient: Tensor) -> None:
+    """As torch accumulates a gradient in a leaf. The first one is kept, and lies in memory as the leaf does:
+    a norm, say, adds up in the order of memory. Under torch.no_grad()."""
+    if leaf.grad is not None:
+        leaf.grad.add_(gradient)
+    elif gradient.stride() == leaf.stride():
+        leaf.grad = gradient.to(leaf.dtype)
+    else:
+        leaf.grad = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+
+
 def destination(ctx: Any, position: int) -> Tensor | None:
     """The contiguous `.grad` to which the running backward may add the gradient of argument `position`; or
     None: then it returns the gradient.

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
 from mpipipe.ops.gemm import add_gemm, gemm
-from mpipipe.ops.gradients import destination, has_data, wanted
+from mpipipe.ops.gradients import add_to, destination, has_data, wanted
 from mpipipe.ops.library import Function
 
 Tensor = torch.Tensor
@@ -45,6 +45,12 @@ def linear(
     return _Linear.apply(x, weight, bias, transposed, x.dtype, None, own)
 
 
+def of_a_matrix(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_later` and its twins can make the weight gradient of a product of these: torch copies
+    an x with gaps first, and conjugates complex numbers."""
+    return x.is_contiguous() and weight.dim() == 2 and not weight.is_complex()
+
+
 def linear_later(
     grad: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None = None, transposed: bool = False,
     own: bool = False,
@@ -60,7 +66,7 @@ def linear_later(
         if weight.grad is not None and weight.grad.is_contiguous():
             _add(weight.grad, a, b, own)
         else:
-            _into(weight, _product(a, b, own))
+            add_to(weight, _product(a, b, own))
     _later_bias(rows, bias)  # (O,): `linear` has no other
 
 
@@ -68,21 +74,14 @@ def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Ten
     """As `linear_later`, of torch's linear, with its bits: the product is made before it is added."""
     rows = _rows(grad)
     if x is not None:
-        _into(weight, torch.mm(rows.t(), _rows(x)))
+        add_to(weight, torch.mm(rows.t(), _rows(x)))
     _later_bias(grad, bias)  # as it lies, or additions had another order
 
 
 def _later_bias(grad: Tensor, bias: Tensor | None) -> None:
     if bias is not None and bias.requires_grad:
         summed = grad.sum_to_size(bias.shape)  # it may be repeated, along any dimension
-        _into(bias, summed.clone() if summed is grad else summed)  # that one is only lent
-
-
-def _into(leaf: Tensor, gradient: Tensor) -> None:
-    if leaf.grad is None:
-        leaf.grad = gradient.to(leaf.dtype)
-    else:
-        leaf.grad.add_(gradient)
+        add_to(bias, summed.clone() if summed is grad else summed)  # that one is only lent
 
 
 class Casts:

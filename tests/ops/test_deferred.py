@@ -13,10 +13,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpipipe.ops import fused
+from mpipipe.ops.convolution import conv_later, conv_transpose_later, of_a_batch
 from mpipipe.ops.deferred import Deferred, Later, Pending
-from mpipipe.ops.linear import linear, linear_later, share_casts, torch_linear_later
+from mpipipe.ops.linear import linear, linear_later, of_a_matrix, share_casts, torch_linear_later
 
 ATEN = torch.ops.aten.linear.default
+TORCH = Later(of_a_matrix, torch_linear_later)
+OURS = Later(of_a_matrix, linear_later)
+PRODUCT = Later(of_a_matrix, fused.product_of_later)
+CONV, CONV_TRANSPOSE = Later(of_a_batch, conv_later), Later(of_a_batch, conv_transpose_later)
 SHAPES = ((32,), (64, 32), (1, 32), (64, 1), (0, 32), (5, 7, 32), (1, 1, 32), (2, 3, 300, 32), (4, 257, 96))
 OUT = 48
 
@@ -54,6 +59,11 @@ def results(
     return [*found, *(w.grad for w in weights)]
 
 
+def steps(t: Tensor) -> list[int]:
+    """How it lies in memory; along a dimension of one it lies in any way."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1 and t.numel()]
+
+
 def check(op: Callable[..., Tensor], later: Later, *given: Any) -> None:
     """Where torch refuses to write into the result, so does it in two."""
     try:
@@ -65,7 +75,7 @@ def check(op: Callable[..., Tensor], later: Later, *given: Any) -> None:
     for a, b in zip(whole, results(op, later, *given), strict=True):
         assert a is not None
         assert b is not None
-        assert a.dtype == b.dtype
+        assert (a.dtype, steps(a)) == (b.dtype, steps(b))
         assert torch.equal(a, b)
 
 
@@ -77,10 +87,10 @@ def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None
     x, weight = torch.randn(shape, generator=draw), torch.randn(OUT, shape[-1], generator=draw)
     bias = torch.randn(OUT, generator=draw)
     weight = weight.t().contiguous() if kind == "transposed" else weight
-    op, late = (ATEN, torch_linear_later) if kind == "torch" else (linear, linear_later)
+    op, late = (ATEN, TORCH) if kind == "torch" else (linear, OURS)
     rest: tuple[object, ...] = () if kind in ("torch", "linear") else (kind == "transposed", kind == "own")
     if kind == "product":
-        op, late, rest = fused.product_of, fused.product_of_later, (False, [*shape[:-1], 4, OUT // 4])
+        op, late, rest = fused.product_of, PRODUCT, (False, [*shape[:-1], 4, OUT // 4])
     for biased in (False, True) if kind != "product" else (False,):
         for bf16 in (False, True):
             for there in (False, True):
@@ -91,7 +101,7 @@ def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None
                     check(*given[:1], late, *given[1:])
 
 
-@pytest.mark.parametrize(("op", "later"), [(ATEN, torch_linear_later), (linear, linear_later)])
+@pytest.mark.parametrize(("op", "later"), [(ATEN, TORCH), (linear, OURS)])
 def test_frozen_ones_get_none_and_nothing_waits_for_them(op: Callable[..., Tensor], later: Later) -> None:
     x, weight, bias = torch.randn(5, 8).requires_grad_(), torch.randn(3, 8), torch.randn(3).requires_grad_()
     pending, given = Pending(), x * 1.0
@@ -118,7 +128,7 @@ def test_vectors_and_biases_that_are_repeated(weight: tuple[int, ...], bias: tup
         if bias is not None and len(bias) > x.dim():
             continue  # the result would have more dimensions than x
         for there, turned in itertools.product((False, True), repeat=2):
-            check(ATEN, torch_linear_later, x, given, (), False, there, False, turned)
+            check(ATEN, TORCH, x, given, (), False, there, False, turned)
 
 
 def test_a_gradient_that_is_lent_stays_as_it_is() -> None:
@@ -139,9 +149,90 @@ def test_others_have_a_graph_of_their_own(needs_grad: bool, contiguous: bool) ->
     x = torch.randn(4, 6, 8).requires_grad_(needs_grad)
     given = x if contiguous else x.transpose(0, 1)
     weight, pending = torch.randn(3, 8).requires_grad_(), Pending()
-    y = Deferred(ATEN, (1,), never)(pending, given, weight)
+    y = Deferred(ATEN, (1,), Later(of_a_matrix, never))(pending, given, weight)
     y.sin().sum().backward(inputs=[*([x] if needs_grad else []), pending.trigger])
     pending.run()
     whole = weight.detach().clone().requires_grad_()
     ATEN(given.detach(), whole).sin().sum().backward()
+    assert torch.equal(weight.grad, whole.grad)
+
+
+CONVOLUTIONS: list[tuple[Any, Later, tuple[int, ...], tuple[int, ...], tuple[object, ...]]] = [
+    (torch.ops.aten.conv1d.default, CONV, (3, 4, 17), (6, 4, 3), ()),
+    (torch.ops.aten.conv1d.default, CONV, (3, 4, 17), (6, 2, 3), ([2], [1], [2], 2)),
+    (torch.ops.aten.conv2d.default, CONV, (3, 16, 12, 12), (32, 16, 3, 3), ([1], [1])),
+    (torch.ops.aten.conv2d.default, CONV, (3, 16, 12, 9), (32, 16, 1, 1), ([2, 1],)),
+    (torch.ops.aten.conv2d.default, CONV, (2, 8, 12, 9), (16, 1, 3, 2), ([1, 2], [2, 1], [1, 1], 8)),
+    (torch.ops.aten.conv2d.default, CONV, (0, 4, 6, 6), (8, 4, 3, 3), ()),
+    (torch.ops.aten.conv3d.default, CONV, (2, 4, 5, 6, 7), (6, 2, 3, 2, 1), ([1], [1, 0, 1], [1], 2)),
+    (torch.ops.aten.conv_transpose1d.default, CONV_TRANSPOSE, (3, 4, 9), (4, 6, 3), ([2], [1], [1])),
+    (torch.ops.aten.conv_transpose2d.input, CONV_TRANSPOSE, (2, 8, 6, 5), (8, 3, 3, 2), ([2], [0], [1], 2)),
+    (torch.ops.aten.conv_transpose2d.input, CONV_TRANSPOSE, (2, 8, 6, 5), (8, 6, 3, 3), ()),
+    (torch.ops.aten.conv_transpose3d.input, CONV_TRANSPOSE, (2, 4, 3, 4, 5), (4, 6, 2, 2, 2),
+     ([1], [0], [0], 1, [2])),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "later", "shape", "kernel", "rest"), CONVOLUTIONS)
+def test_convolutions_have_the_bits_of_a_whole_backward(
+    op: Callable[..., Tensor], later: Later, shape: tuple[int, ...], kernel: tuple[int, ...],
+    rest: tuple[object, ...],
+) -> None:  # fmt: skip
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(shape, generator=draw), torch.randn(kernel, generator=draw)
+    groups = rest[3] if len(rest) > 3 else 1
+    assert isinstance(groups, int)
+    bias = torch.randn(kernel[1] * groups if later is CONV_TRANSPOSE else kernel[0], generator=draw)
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    calls: list[bool] = []
+
+    def serves(*given: Tensor) -> bool:
+        calls.append(later.serves(*given))
+        return calls[-1]
+
+    counted = later._replace(serves=serves)
+    turned = [] if channels_last is None else [
+        (x.contiguous(memory_format=channels_last), weight),
+        (x, weight.contiguous(memory_format=channels_last)),
+    ]  # fmt: skip
+    for given, kernels in [(x, weight), (x.transpose(0, 1).contiguous().transpose(0, 1), weight), *turned]:
+        for weights, others in (([kernels, bias], rest), ([kernels], (None, *rest))):
+            for bf16, there, in_place in itertools.product((False, True), repeat=3):
+                check(op, counted, given, weights, others, bf16, there, in_place)
+    assert calls
+    assert all(calls), "none has a graph of its own"
+
+
+def test_what_torch_does_not_convolve_as_it_is_has_a_graph_of_its_own() -> None:
+    """A single sample, complex numbers, and a frozen kernel whose bias learns."""
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    for dtype, shape, frozen in (
+        (torch.float32, (4, 9, 9), False), (torch.complex64, (2, 4, 9, 9), False),
+        (torch.float32, (2, 4, 9, 9), True),
+    ):  # fmt: skip
+        pending, x = Pending(), torch.randn(shape, dtype=dtype).requires_grad_()
+        weight, bias = torch.randn(6, 4, 3, 3, dtype=dtype), torch.randn(6, dtype=dtype)
+        leaves = [weight.clone().requires_grad_(not frozen), bias.clone().requires_grad_()]
+        conv = torch.ops.aten.conv2d.default
+        y = Deferred(conv, (1, 2), Later(of_a_batch, never))(pending, x * 1.0, *leaves)
+        y.abs().sum().backward(inputs=[x, pending.trigger])
+        pending.run()
+        whole = [weight.clone().requires_grad_(not frozen), bias.clone().requires_grad_()]
+        conv(x.detach(), *whole).abs().sum().backward()
+        for a, b in zip(leaves, whole, strict=True):
+            assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_a_product_of_complex_numbers_has_the_gradient_of_a_whole_backward() -> None:
+    pending, x = Pending(), torch.randn(4, 6, dtype=torch.complex64).requires_grad_()
+    weight = torch.randn(3, 6, dtype=torch.complex64).requires_grad_()
+    y = Deferred(ATEN, (1,), TORCH)(pending, x * 1.0, weight)
+    y.abs().sum().backward(inputs=[x, pending.trigger])
+    pending.run()
+    whole = weight.detach().clone().requires_grad_()
+    ATEN(x.detach(), whole).abs().sum().backward()
     assert torch.equal(weight.grad, whole.grad)
