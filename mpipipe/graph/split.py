@@ -19,11 +19,10 @@ from mpipipe.graph.cut import Code
 from mpipipe.graph.recompute import part_products
 from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import schema_name
-from mpipipe.ops import fused
-from mpipipe.ops.convolution import conv_later, conv_transpose_later, of_a_batch
+from mpipipe.ops import convolution, fused
 from mpipipe.ops.deferred import Deferred, Later
 from mpipipe.ops.embedding import embedding
-from mpipipe.ops.linear import linear, linear_later, of_a_matrix, torch_linear_later
+from mpipipe.ops.linear import LATER, TORCH_LATER, linear
 
 _DEFERRED = {
     f"aten::{name}"
@@ -34,14 +33,16 @@ _DEFERRED = {
 }  # fmt: skip
 _OWN = (linear, embedding, fused.product_of)
 _ATEN = torch.ops.aten
-_CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default)
-_TRANSPOSED = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input, _ATEN.conv_transpose3d.input)
-_LATER: dict[Any, Later] = {
-    _ATEN.linear.default: Later(of_a_matrix, torch_linear_later),
-    linear: Later(of_a_matrix, linear_later),
-    fused.product_of: Later(of_a_matrix, fused.product_of_later),
-    **dict.fromkeys(_CONVOLUTIONS, Later(of_a_batch, conv_later)),
-    **dict.fromkeys(_TRANSPOSED, Later(of_a_batch, conv_transpose_later)),
+LATERS: dict[Any, Later] = {
+    _ATEN.linear.default: TORCH_LATER,
+    linear: LATER,
+    fused.product_of: fused.PRODUCT_LATER,
+    _ATEN.conv1d.default: convolution.LATER,
+    _ATEN.conv2d.default: convolution.LATER,
+    _ATEN.conv3d.default: convolution.LATER,
+    _ATEN.conv_transpose1d.default: convolution.TRANSPOSED_LATER,
+    _ATEN.conv_transpose2d.input: convolution.TRANSPOSED_LATER,
+    _ATEN.conv_transpose3d.input: convolution.TRANSPOSED_LATER,
 }
 
 
@@ -80,4 +81,4 @@ def _later_of(node: fx.Node, positions: tuple[int, ...]) -> Later | None:
     """How its weight gradients are made without a graph; None where a bias is computed, say."""
     tensors = [i for i, n in enumerate(node.args) if isinstance(n, fx.Node)]
     alone = tensors == [0, *positions] and len(tensors) == len(node.all_input_nodes)
-    return _LATER.get(node.target) if alone else None
+    return LATERS.get(node.target) if alone else None

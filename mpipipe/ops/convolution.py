@@ -1,7 +1,6 @@
 """What a backward of torch's convolutions towards their input alone leaves out, with torch's bits.
 
-x (batch, channels, ...), weight (channels, channels of a group, ...), one size for each dimension of the
-kernel. The call is the one that torch's own backward makes, asked for the gradients of weight and bias.
+The call is the one that torch's own backward makes, asked for the gradients of weight and bias alone.
 """
 
 from __future__ import annotations
@@ -11,52 +10,44 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpipipe.ops.deferred import Later
 from mpipipe.ops.gradients import add_to
 
 
-def of_a_batch(x: Tensor, weight: Tensor) -> bool:
-    """Whether `conv_later` and its twin can make the weight gradient of a convolution of these: torch gives
-    a single sample a batch before, and makes of complex numbers several convolutions."""
+def serves_convolution(x: Tensor, weight: Tensor) -> bool:
+    """Whether `convolution_later` and its twin do: of a single sample torch makes a batch before, of complex
+    numbers several convolutions, and the gradient of a bias alone comes out of the weight's."""
     return weight.requires_grad and x.dim() == weight.dim() and not weight.is_complex()
 
 
-def conv_later(
+def convolution_later(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sequence[int] = (1,),
     padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), groups: int = 1,
+    output_padding: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """Adds to the gradients of weight and bias those of aten::conv1d, conv2d or conv3d.
 
-    grad: of the result; x in the dtype of the product; the rest as the operator has it. Under
-    torch.no_grad()."""
-    _later(grad, x, weight, bias, stride, padding, dilation, None, groups)
+    grad: of the result; x (batch, channels, ...) in the dtype of the product; output_padding: of a transposed
+    one; the rest as the operator has it, a size for each dimension or one for all. Under torch.no_grad()."""
+    learns = bias is not None and bias.requires_grad
+    like = weight if weight.dtype == grad.dtype else torch.empty_like(weight, dtype=grad.dtype)  # not read
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
+        grad, x, like, None if bias is None else bias.shape, stride, padding, dilation,
+        output_padding is not None, output_padding or (0,), groups, (False, True, learns),
+    )  # fmt: skip
+    add_to(weight, of_weight)
+    if bias is not None and learns:
+        add_to(bias, of_bias)
 
 
-def conv_transpose_later(
+def transposed_later(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sequence[int] = (1,),
     padding: Sequence[int] = (0,), output_padding: Sequence[int] = (0,), groups: int = 1,
     dilation: Sequence[int] = (1,),
 ) -> None:  # fmt: skip
-    """As `conv_later`, of aten::conv_transpose1d, conv_transpose2d or conv_transpose3d."""
-    _later(grad, x, weight, bias, stride, padding, dilation, output_padding, groups)
+    """As `convolution_later`, of aten::conv_transpose1d, conv_transpose2d or conv_transpose3d."""
+    convolution_later(grad, x, weight, bias, stride, padding, dilation, groups, output_padding)
 
 
-def _later(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], output_padding: Sequence[int] | None, groups: int,
-) -> None:  # fmt: skip
-    """output_padding: of a transposed one, else None."""
-    count = weight.dim() - 2
-    biased = bias is not None and bias.requires_grad
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        grad, x, weight.to(grad.dtype), None if bias is None else list(bias.shape), _each(stride, count),
-        _each(padding, count), _each(dilation, count), output_padding is not None,
-        _each(output_padding or (0,), count), groups, [False, True, biased],
-    )  # fmt: skip
-    add_to(weight, of_weight)
-    if bias is not None and biased:
-        add_to(bias, of_bias)
-
-
-def _each(sizes: Sequence[int], count: int) -> list[int]:
-    """Of each dimension: a list may have one number for all."""
-    return list(sizes) if len(sizes) == count else [*sizes] * count
+LATER = Later(serves_convolution, convolution_later)
+TRANSPOSED_LATER = Later(serves_convolution, transposed_later)

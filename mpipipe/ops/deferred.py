@@ -28,8 +28,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 class Later(NamedTuple):
     """How the weight gradients of an operator that makes one tensor are made without a graph of its own.
 
-    serves: of its input and its weight, whether `add` can; add: given the gradient of the result and the
-    operator's arguments, adds to those of weight and bias. The input is None where the weight has none."""
+    serves: of its input and its weight, whether `add` has the bits of its own backward; add: given the
+    gradient of the result and the operator's arguments, adds to those of weight and bias. The input is None
+    where the weight is frozen and the bias alone learns, which `serves` may refuse."""
 
     serves: Callable[[Tensor, Tensor], bool]
     add: Callable[..., None]
@@ -52,10 +53,8 @@ class Pending:
         self._grads.append(grad)
         self._weights += weights
 
-    def add_call(self, add: Callable[..., None], args: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-        """grads: of the operator's result, alone; None where nothing depends on it."""
-        if grads[0] is not None:
-            self._calls.append(partial(add, grads[0], *args))
+    def add_call(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
 
     def run(self) -> None:
         """Accumulates them in the weights, as a whole backward does."""
@@ -81,7 +80,7 @@ class Deferred:
         if not leaves or not torch.is_grad_enabled():
             return self.op(*args, **kwargs)
         if self.later is not None and args[0].requires_grad and self.later.serves(*args[:2]):
-            return self._with_call(pending, partial(self.later.add, **kwargs), *args, **kwargs)
+            return self._without_graph(self.later, pending, *args, **kwargs)
         places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.weights]
 
         def call(*tensors: Tensor) -> Tensor:
@@ -91,9 +90,7 @@ class Deferred:
         result: Tensor = _Deferred.apply(pending, call, leaves, pending.trigger, *(args[i] for i in places))
         return result
 
-    def _with_call(
-        self, pending: Pending, add: Callable[..., None], x: Tensor, *rest: Any, **kwargs: Any
-    ) -> Tensor:
+    def _without_graph(self, later: Later, pending: Pending, x: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         """Where backward comes to it by itself, as the input has a gradient."""
         x = _cast(x)
         y = self.op(x, *rest, **kwargs)
@@ -101,12 +98,17 @@ class Deferred:
         made = y if y._base is None or y._base.grad_fn is None else y._base
         assert made.grad_fn is not None
         kept = x.detach() if rest[0].requires_grad else None
-        made.grad_fn.register_prehook(partial(pending.add_call, add, (kept, *rest)))
+
+        def put_down(grads: tuple[Tensor | None]) -> None:
+            if grads[0] is not None:  # as it is where nothing depends on the result
+                pending.add_call(partial(later.add, grads[0], kept, *rest, **kwargs))
+
+        made.grad_fn.register_prehook(put_down)
         return y
 
 
 def _cast(x: Tensor) -> Tensor:
-    """As autocast gives it to a product, which then shares it with what waits."""
+    """As autocast gives it to the operator, which then shares it with what waits."""
     if x.is_meta or x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.deferred import Later
 from mpipipe.ops.flash_attention import flash_attention
-from mpipipe.ops.linear import linear, linear_later
+from mpipipe.ops.linear import linear, linear_later, serves_linear
 from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
 
 Tensor = torch.Tensor
@@ -53,6 +54,9 @@ def product_of_later(
 ) -> None:
     """As `linear_later`, of `product_of`."""
     linear_later(grad.reshape(-1, weight.shape[1 if transposed else 0]), x, weight, None, transposed, own)
+
+
+PRODUCT_LATER = Later(serves_linear, product_of_later)
 
 
 def gelu_of(y: Tensor, bias: Tensor, approximate: str) -> Tensor:

@@ -2,6 +2,7 @@
 
     backward of an op  -- adds into leaf.grad, returns None -->  AccumulateGrad has nothing left to add
                        -- returns a dense gradient          -->  AccumulateGrad adds it, or makes .grad of it
+    later, without autograd                                 -->  `add_to` does so
 
 The first way needs no dense gradient. The sum in `.grad` is the same up to the order of its terms, also where
 a tied weight has other uses that take the second way. It is closed wherever somebody could notice: a weight
@@ -53,14 +54,14 @@ def leaf_of(ctx: Any, position: int) -> Any:
 
 
 def add_to(leaf: Tensor, gradient: Tensor) -> None:
-    """As torch accumulates a gradient in a leaf. The first one is kept, and lies in memory as the leaf does:
-    a norm, say, adds up in the order of memory. Under torch.no_grad()."""
-    if leaf.grad is not None:
-        leaf.grad.add_(gradient)
-    elif gradient.stride() == leaf.stride():
-        leaf.grad = gradient.to(leaf.dtype)
+    """As torch accumulates a gradient in a leaf, which keeps the first one as it lies. Under
+    torch.no_grad()."""
+    if leaf.grad is None or torch.promote_types(gradient.dtype, leaf.dtype) != leaf.dtype:
+        gradient = gradient.to(leaf.dtype)  # else the sum of both would be rounded, and that alone
+    if leaf.grad is None:
+        leaf.grad = gradient
     else:
-        leaf.grad = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+        leaf.grad.add_(gradient)
 
 
 def destination(ctx: Any, position: int) -> Tensor | None:

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from mpipipe.ops.accumulate import accumulate
+from mpipipe.ops.deferred import Later
 from mpipipe.ops.gemm import add_gemm, gemm
 from mpipipe.ops.gradients import add_to, destination, has_data, wanted
 from mpipipe.ops.library import Function
@@ -45,9 +46,9 @@ def linear(
     return _Linear.apply(x, weight, bias, transposed, x.dtype, None, own)
 
 
-def of_a_matrix(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_later` and its twins can make the weight gradient of a product of these: torch copies
-    an x with gaps first, and conjugates complex numbers."""
+def serves_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_later` and its twins do: torch copies an x with gaps first, and conjugates complex
+    numbers."""
     return x.is_contiguous() and weight.dim() == 2 and not weight.is_complex()
 
 
@@ -76,6 +77,9 @@ def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Ten
     if x is not None:
         add_to(weight, torch.mm(rows.t(), _rows(x)))
     _later_bias(grad, bias)  # as it lies, or additions had another order
+
+
+LATER, TORCH_LATER = Later(serves_linear, linear_later), Later(serves_linear, torch_linear_later)
 
 
 def _later_bias(grad: Tensor, bias: Tensor | None) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from benchmarks.kernels.chosen import modules
 from mpipipe import ops
-from mpipipe.ops import fused
+from mpipipe.ops import convolution, fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
-from mpipipe.ops.deferred import Deferred, Pending
+from mpipipe.ops.deferred import Deferred, Later, Pending
 from mpipipe.ops.device import DeviceMemory, use
 from mpipipe.ops.evict import evict
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
-from mpipipe.ops.linear import linear
+from mpipipe.ops.linear import TORCH_LATER, linear
 from mpipipe.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.full
@@ -211,16 +211,21 @@ def test_sums_and_norms_of_gradients_are_torch_s():
         ops.accumulate(x, x.view(torch.bfloat16)[:6])
 
 
-def test_weight_gradients_that_wait_come_to_the_same():
+@pytest.mark.parametrize(
+    "later", [None, TORCH_LATER, convolution.LATER], ids=["graph", "linear", "convolution"]
+)
+def test_weight_gradients_that_wait_come_to_the_same(later: Later | None):
+    op, more = (F.conv2d, (3, 3)) if later is convolution.LATER else (F.linear, ())
+
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         pending = Pending()
-        y = Deferred(F.linear, (1, 2))(pending, x, weight, bias)
+        y = Deferred(op, (1, 2), later)(pending, x, weight, bias)
         torch.autograd.backward(y.sin().sum(), inputs=[x, pending.trigger])
         assert weight.grad is None
         pending.run()
         return y.detach().requires_grad_()
 
-    check(function, drawn((5, 8), (3, 8), (3,)))
+    check(function, drawn((5, 8, *more), (3, 8, *more), (3,)))
 
 
 def test_only_the_processor_s_memory_is_dropped_from_its_caches():

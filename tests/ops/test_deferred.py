@@ -1,4 +1,4 @@
-"""Weight gradients that wait: a backward in two of a linear layer has the bits of a whole one."""
+"""Weight gradients that wait: a backward in two has the bits of a whole one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpipipe.graph.split import LATERS
 from mpipipe.ops import fused
-from mpipipe.ops.convolution import conv_later, conv_transpose_later, of_a_batch
 from mpipipe.ops.deferred import Deferred, Later, Pending
-from mpipipe.ops.linear import linear, linear_later, of_a_matrix, share_casts, torch_linear_later
+from mpipipe.ops.gradients import add_to
+from mpipipe.ops.linear import linear, share_casts, torch_linear_later
 
-ATEN = torch.ops.aten.linear.default
-TORCH = Later(of_a_matrix, torch_linear_later)
-OURS = Later(of_a_matrix, linear_later)
-PRODUCT = Later(of_a_matrix, fused.product_of_later)
-CONV, CONV_TRANSPOSE = Later(of_a_batch, conv_later), Later(of_a_batch, conv_transpose_later)
+ATEN, CONV = torch.ops.aten.linear.default, torch.ops.aten.conv2d.default
 SHAPES = ((32,), (64, 32), (1, 32), (64, 1), (0, 32), (5, 7, 32), (1, 1, 32), (2, 3, 300, 32), (4, 257, 96))
 OUT = 48
 
@@ -59,23 +56,21 @@ def results(
     return [*found, *(w.grad for w in weights)]
 
 
-def steps(t: Tensor) -> list[int]:
-    """How it lies in memory; along a dimension of one it lies in any way."""
-    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1 and t.numel()]
-
-
-def check(op: Callable[..., Tensor], later: Later, *given: Any) -> None:
-    """Where torch refuses to write into the result, so does it in two."""
+def check(op: Callable[..., Tensor], *given: Any, refused: bool = False, later: Later | None = None) -> None:
+    """refused: torch may refuse it, such as to write into the result; so does it in two then."""
+    later = later or LATERS[op]
     try:
         whole = results(op, None, *given)
     except RuntimeError as error:
+        if not refused:
+            raise
         with pytest.raises(RuntimeError, match=re.escape(str(error)[:60])):
             results(op, later, *given)
         return
     for a, b in zip(whole, results(op, later, *given), strict=True):
         assert a is not None
         assert b is not None
-        assert (a.dtype, steps(a)) == (b.dtype, steps(b))
+        assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
@@ -87,26 +82,25 @@ def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None
     x, weight = torch.randn(shape, generator=draw), torch.randn(OUT, shape[-1], generator=draw)
     bias = torch.randn(OUT, generator=draw)
     weight = weight.t().contiguous() if kind == "transposed" else weight
-    op, late = (ATEN, TORCH) if kind == "torch" else (linear, OURS)
+    op = ATEN if kind == "torch" else linear
     rest: tuple[object, ...] = () if kind in ("torch", "linear") else (kind == "transposed", kind == "own")
     if kind == "product":
-        op, late, rest = fused.product_of, PRODUCT, (False, [*shape[:-1], 4, OUT // 4])
+        op, rest = fused.product_of, (False, [*shape[:-1], 4, OUT // 4])
     for biased in (False, True) if kind != "product" else (False,):
         for bf16 in (False, True):
             for there in (False, True):
                 weights = [weight, *([bias] if biased else [])]
                 absent = (None,) if not biased and kind in ("own", "transposed") else ()
                 for in_place in (False, True):
-                    given = op, x, weights, (*absent, *rest), bf16, there, in_place
-                    check(*given[:1], late, *given[1:])
+                    check(op, x, weights, (*absent, *rest), bf16, there, in_place, refused=in_place)
 
 
-@pytest.mark.parametrize(("op", "later"), [(ATEN, TORCH), (linear, OURS)])
-def test_frozen_ones_get_none_and_nothing_waits_for_them(op: Callable[..., Tensor], later: Later) -> None:
+@pytest.mark.parametrize("op", [ATEN, linear])
+def test_frozen_ones_get_none_and_nothing_waits_for_them(op: Callable[..., Tensor]) -> None:
     x, weight, bias = torch.randn(5, 8).requires_grad_(), torch.randn(3, 8), torch.randn(3).requires_grad_()
     pending, given = Pending(), x * 1.0
     memory = StorageWeakRef(given.untyped_storage())
-    y = Deferred(op, (1, 2), later)(pending, given, weight, bias)
+    y = Deferred(op, (1, 2), LATERS[op])(pending, given, weight, bias)
     del given
     assert memory.expired()
     y.sum().backward(inputs=[x, pending.trigger])
@@ -128,7 +122,7 @@ def test_vectors_and_biases_that_are_repeated(weight: tuple[int, ...], bias: tup
         if bias is not None and len(bias) > x.dim():
             continue  # the result would have more dimensions than x
         for there, turned in itertools.product((False, True), repeat=2):
-            check(ATEN, TORCH, x, given, (), False, there, False, turned)
+            check(ATEN, x, given, (), False, there, False, turned, refused=True)
 
 
 def test_a_gradient_that_is_lent_stays_as_it_is() -> None:
@@ -139,100 +133,123 @@ def test_a_gradient_that_is_lent_stays_as_it_is() -> None:
     assert torch.equal(lent, torch.ones(1, 3))
 
 
-@pytest.mark.parametrize(("needs_grad", "contiguous"), [(False, True), (True, False)])
-def test_others_have_a_graph_of_their_own(needs_grad: bool, contiguous: bool) -> None:
-    """Where no backward would come along, or torch makes a copy first."""
-
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    x = torch.randn(4, 6, 8).requires_grad_(needs_grad)
-    given = x if contiguous else x.transpose(0, 1)
-    weight, pending = torch.randn(3, 8).requires_grad_(), Pending()
-    y = Deferred(ATEN, (1,), Later(of_a_matrix, never))(pending, given, weight)
-    y.sin().sum().backward(inputs=[*([x] if needs_grad else []), pending.trigger])
-    pending.run()
-    whole = weight.detach().clone().requires_grad_()
-    ATEN(given.detach(), whole).sin().sum().backward()
-    assert torch.equal(weight.grad, whole.grad)
-
-
-CONVOLUTIONS: list[tuple[Any, Later, tuple[int, ...], tuple[int, ...], tuple[object, ...]]] = [
-    (torch.ops.aten.conv1d.default, CONV, (3, 4, 17), (6, 4, 3), ()),
-    (torch.ops.aten.conv1d.default, CONV, (3, 4, 17), (6, 2, 3), ([2], [1], [2], 2)),
-    (torch.ops.aten.conv2d.default, CONV, (3, 16, 12, 12), (32, 16, 3, 3), ([1], [1])),
-    (torch.ops.aten.conv2d.default, CONV, (3, 16, 12, 9), (32, 16, 1, 1), ([2, 1],)),
-    (torch.ops.aten.conv2d.default, CONV, (2, 8, 12, 9), (16, 1, 3, 2), ([1, 2], [2, 1], [1, 1], 8)),
-    (torch.ops.aten.conv2d.default, CONV, (0, 4, 6, 6), (8, 4, 3, 3), ()),
-    (torch.ops.aten.conv3d.default, CONV, (2, 4, 5, 6, 7), (6, 2, 3, 2, 1), ([1], [1, 0, 1], [1], 2)),
-    (torch.ops.aten.conv_transpose1d.default, CONV_TRANSPOSE, (3, 4, 9), (4, 6, 3), ([2], [1], [1])),
-    (torch.ops.aten.conv_transpose2d.input, CONV_TRANSPOSE, (2, 8, 6, 5), (8, 3, 3, 2), ([2], [0], [1], 2)),
-    (torch.ops.aten.conv_transpose2d.input, CONV_TRANSPOSE, (2, 8, 6, 5), (8, 6, 3, 3), ()),
-    (torch.ops.aten.conv_transpose3d.input, CONV_TRANSPOSE, (2, 4, 3, 4, 5), (4, 6, 2, 2, 2),
-     ([1], [0], [0], 1, [2])),
-]  # fmt: skip
+CONVOLUTIONS: list[tuple[Any, tuple[int, ...], tuple[int, ...], tuple[object, ...]]] = [
+    (torch.ops.aten.conv1d.default, (3, 4, 17), (6, 4, 3), ()),
+    (torch.ops.aten.conv1d.default, (3, 4, 17), (6, 2, 3), ([2], [1], [2], 2)),
+    (CONV, (3, 16, 12, 12), (32, 16, 3, 3), ([1], [1])),
+    (CONV, (3, 16, 12, 9), (32, 16, 1, 1), ([2, 1],)),
+    (CONV, (2, 8, 12, 9), (16, 1, 3, 2), ([1, 2], [2, 1], [1, 1], 8)),
+    (CONV, (0, 4, 6, 6), (8, 4, 3, 3), ()),
+    (torch.ops.aten.conv3d.default, (2, 4, 5, 6, 7), (6, 2, 3, 2, 1), ([1], [1, 0, 1], [1], 2)),
+    (torch.ops.aten.conv_transpose1d.default, (3, 4, 9), (4, 6, 3), ([2], [1], [1])),
+    (torch.ops.aten.conv_transpose2d.input, (2, 8, 6, 5), (8, 3, 3, 2), ([2], [0], [1], 2)),
+    (torch.ops.aten.conv_transpose2d.input, (2, 8, 6, 5), (8, 6, 3, 3), ()),
+    (torch.ops.aten.conv_transpose3d.input, (2, 4, 3, 4, 5), (4, 6, 2, 2, 2), ([1], [0], [0], 1, [2])),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "later", "shape", "kernel", "rest"), CONVOLUTIONS)
-def test_convolutions_have_the_bits_of_a_whole_backward(
-    op: Callable[..., Tensor], later: Later, shape: tuple[int, ...], kernel: tuple[int, ...],
-    rest: tuple[object, ...],
-) -> None:  # fmt: skip
-    draw = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(("op", "shape", "kernel", "rest"), CONVOLUTIONS)
+def test_convolutions(
+    op: Callable[..., Tensor], shape: tuple[int, ...], kernel: tuple[int, ...], rest: tuple[object, ...]
+) -> None:
+    """However input and kernel lie in memory, none has a graph of its own."""
+    draw, asked = torch.Generator().manual_seed(0), list[bool]()
+
+    def serves(x: Tensor, weight: Tensor) -> bool:
+        asked.append(LATERS[op].serves(x, weight))
+        return asked[-1]
+
     x, weight = torch.randn(shape, generator=draw), torch.randn(kernel, generator=draw)
-    groups = rest[3] if len(rest) > 3 else 1
-    assert isinstance(groups, int)
-    bias = torch.randn(kernel[1] * groups if later is CONV_TRANSPOSE else kernel[0], generator=draw)
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    calls: list[bool] = []
-
-    def serves(*given: Tensor) -> bool:
-        calls.append(later.serves(*given))
-        return calls[-1]
-
-    counted = later._replace(serves=serves)
-    turned = [] if channels_last is None else [
-        (x.contiguous(memory_format=channels_last), weight),
-        (x, weight.contiguous(memory_format=channels_last)),
-    ]  # fmt: skip
-    for given, kernels in [(x, weight), (x.transpose(0, 1).contiguous().transpose(0, 1), weight), *turned]:
+    channels = op(x, weight, None, *rest).shape[1]
+    bias, last = torch.randn(channels, generator=draw), {4: torch.channels_last, 5: torch.channels_last_3d}
+    laid = [(x, weight), (x.transpose(0, 1).contiguous().transpose(0, 1), weight)]
+    if x.dim() in last:
+        turned = (t.contiguous(memory_format=last[x.dim()]) for t in (x, weight))
+        laid += [(next(turned), weight), (x, next(turned))]
+    for given, kernels in laid:
         for weights, others in (([kernels, bias], rest), ([kernels], (None, *rest))):
-            for bf16, there, in_place in itertools.product((False, True), repeat=3):
-                check(op, counted, given, weights, others, bf16, there, in_place)
-    assert calls
-    assert all(calls), "none has a graph of its own"
+            for flags in itertools.product((False, True), repeat=4):
+                check(op, given, weights, others, *flags, later=LATERS[op]._replace(serves=serves))
+    assert all(asked)
+    assert asked
 
 
-def test_what_torch_does_not_convolve_as_it_is_has_a_graph_of_its_own() -> None:
-    """A single sample, complex numbers, and a frozen kernel whose bias learns."""
+def gradients(
+    op: Callable[..., Tensor], later: Later | None, given: list[Tensor], **more: object
+) -> list[Tensor | None]:
+    """Of an input, a weight and perhaps a bias, by the sum of the result; in two if `later` is given."""
+    given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+    pending, weights = Pending(), tuple(range(1, len(given)))
+    y = op(*given, **more) if later is None else Deferred(op, weights, later)(pending, *given, **more)
+    loss = (torch.view_as_real(y) if y.is_complex() else y).sum()
+    loss.backward(
+        inputs=None if later is None else [*(t for t in given[:1] if t.requires_grad), pending.trigger]
+    )
+    pending.run()
+    return [t.grad for t in given]
+
+
+def drawn(
+    *shapes: tuple[int, ...], frozen: int | None = None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype).requires_grad_(i != frozen) for i, shape in enumerate(shapes)]
+
+
+def alike(found: list[Tensor | None], whole: list[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(found, whole, strict=True))  # type: ignore[arg-type]
+
+
+OTHERS = {
+    "an input without a gradient": (ATEN, drawn((4, 6, 8), (3, 8), frozen=0)),
+    "an input with gaps": (ATEN, [drawn((4, 6, 8))[0].transpose(0, 1), *drawn((3, 8))]),
+    "a product of complex numbers": (ATEN, drawn((4, 8), (3, 8), dtype=torch.complex64)),
+    "a convolution of complex numbers": (CONV, drawn((2, 4, 9, 9), (6, 4, 3, 3), dtype=torch.complex64)),
+    "a convolution of one sample": (CONV, drawn((4, 9, 9), (6, 4, 3, 3), (6,))),
+    "a frozen kernel, whose bias learns": (CONV, drawn((2, 4, 9, 9), (6, 4, 3, 3), (6,), frozen=1)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others_have_a_graph_of_their_own(case: str) -> None:
+    """Where no backward would come along, or torch does something else before."""
 
     def never(*_: object) -> None:
         raise AssertionError
 
-    for dtype, shape, frozen in (
-        (torch.float32, (4, 9, 9), False), (torch.complex64, (2, 4, 9, 9), False),
-        (torch.float32, (2, 4, 9, 9), True),
-    ):  # fmt: skip
-        pending, x = Pending(), torch.randn(shape, dtype=dtype).requires_grad_()
-        weight, bias = torch.randn(6, 4, 3, 3, dtype=dtype), torch.randn(6, dtype=dtype)
-        leaves = [weight.clone().requires_grad_(not frozen), bias.clone().requires_grad_()]
-        conv = torch.ops.aten.conv2d.default
-        y = Deferred(conv, (1, 2), Later(of_a_batch, never))(pending, x * 1.0, *leaves)
-        y.abs().sum().backward(inputs=[x, pending.trigger])
-        pending.run()
-        whole = [weight.clone().requires_grad_(not frozen), bias.clone().requires_grad_()]
-        conv(x.detach(), *whole).abs().sum().backward()
-        for a, b in zip(leaves, whole, strict=True):
-            assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+    op, given = OTHERS[case]
+    assert alike(gradients(op, LATERS[op]._replace(add=never), given), gradients(op, None, given))
 
 
-def test_a_product_of_complex_numbers_has_the_gradient_of_a_whole_backward() -> None:
-    pending, x = Pending(), torch.randn(4, 6, dtype=torch.complex64).requires_grad_()
-    weight = torch.randn(3, 6, dtype=torch.complex64).requires_grad_()
-    y = Deferred(ATEN, (1,), TORCH)(pending, x * 1.0, weight)
-    y.abs().sum().backward(inputs=[x, pending.trigger])
-    pending.run()
-    whole = weight.detach().clone().requires_grad_()
-    ATEN(x.detach(), whole).abs().sum().backward()
-    assert torch.equal(weight.grad, whole.grad)
+@pytest.mark.parametrize("frozen", [None, 2])
+def test_a_convolution_with_arguments_by_name_whose_gradient_is_one_number(frozen: int | None) -> None:
+    given, named = drawn((2, 4, 9, 9), (6, 2, 3, 3), (6,), frozen=frozen), {"stride": [2], "groups": 2}
+    assert alike(gradients(CONV, LATERS[CONV], given, **named), gradients(CONV, None, given, **named))
+
+
+def test_a_gradient_is_rounded_to_the_dtype_of_its_leaf_before_it_is_added() -> None:
+    """Of a weight in float16 that a product takes in bfloat16: what does not fit in it is infinite."""
+    gradient, found = torch.tensor([1e5, 3.0], dtype=torch.bfloat16), []
+    for whole in (True, False):
+        leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        leaf.grad = torch.full((2,), -5e4, dtype=torch.float16)
+        if whole:
+            leaf.to(torch.bfloat16).backward(gradient)
+        else:
+            with torch.no_grad():
+                add_to(leaf, gradient)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+    assert found[0].isinf().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(("op", "x", "weight"), [(ATEN, (9, 8), (5, 8)), (CONV, (2, 4, 9, 9), (6, 4, 3, 3))])
+def test_an_input_that_is_written_meanwhile_is_refused(
+    op: Callable[..., Tensor], x: tuple[int, ...], weight: tuple[int, ...]
+) -> None:
+    pending, leaf = Pending(), torch.randn(x).requires_grad_()
+    given = leaf * 1.0
+    y = Deferred(op, (1,), LATERS[op])(pending, given, torch.randn(weight).requires_grad_())
+    given.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward(inputs=[leaf, pending.trigger])
