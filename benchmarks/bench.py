@@ -1,7 +1,7 @@
 """mpipipe against every stock way to train the same model, model by model: one JSON line each.
 
     python -m benchmarks.bench [--models gpt10m,gpt85m,vgg] [--sides 1f1b,ddp] [--turns 10] [--steps 3]
-                               [--ceiling]
+                               [--ceiling] [--ours key=value]
 
 Ours is the real command line, read from its run folder. Each peer (`benchmarks/peers/`) gets its best
 setting first: the split of a pipeline, the micro-batch of the others. Then each side runs alone, which is
@@ -187,6 +187,9 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--minutes", type=float, default=45.0, help="so many turns as end within that")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a run alone")
+    parser.add_argument(
+        "--ours", action="append", default=[], metavar="key=value", help="for all sides of ours, as for train"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--gemm",
@@ -204,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
     say(f"about {sum(needs.values()) / 60:.0f} minutes: { {m: round(s / 60) for m, s in needs.items()} }")
     for model, size in sizes(a).items():
         with tempfile.TemporaryDirectory() as folder:
-            case = Case(model, a.ranks, gemm, Path(folder), a.timeout)
+            case = Case(model, a.ranks, gemm, Path(folder), a.timeout, keys=tuple(a.ours))
             limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
             found = compare(case, size, sides, limit_s, a.ceiling)
             print(json.dumps(found), flush=True)
