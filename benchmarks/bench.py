@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
     say(f"about {sum(needs.values()) / 60:.0f} minutes: { {m: round(s / 60) for m, s in needs.items()} }")
     for model, size in sizes(a).items():
         with tempfile.TemporaryDirectory() as folder:
-            case = Case(model, a.ranks, gemm, Path(folder), a.timeout, keys=tuple(a.ours))
+            case = Case(model, a.ranks, gemm, Path(folder), a.timeout, of_ours=tuple(a.ours))
             limit_s = a.minutes * 60 * needs[model] / sum(needs.values())
             found = compare(case, size, sides, limit_s, a.ceiling)
             print(json.dumps(found), flush=True)

@@ -21,7 +21,7 @@ KEPT = ("step_s", "peak_bytes", "predicted_step_s", "predicted_peak_bytes", "bub
 @dataclass(frozen=True)
 class Case:
     """folder: for what is prepared once; gate: where runs wait for their turns. Every side gets the same
-    overrides of the example, ours also `keys`."""
+    overrides of the example, ours also `of_ours`."""
 
     model: str
     ranks: int
@@ -29,7 +29,7 @@ class Case:
     folder: Path
     timeout_s: float
     gate: str = ""
-    keys: tuple[str, ...] = ()
+    of_ours: tuple[str, ...] = ()
 
     def prepare(self) -> dict[str, Any]:
         """What `benchmarks/peers/prepare.py` finds out."""
@@ -40,7 +40,7 @@ class Case:
         overrides of ours."""
         with tempfile.TemporaryDirectory() as temporary:
             run_dir = Path(temporary) / "run"
-            overrides = [*self._overrides(steps), *self.keys, *keys, f"run.dir={run_dir}"]
+            overrides = [*self._overrides(steps), *self.of_ours, *keys, f"run.dir={run_dir}"]
             train(self.ranks, config_of(self.model), *overrides, timeout_s=self.timeout_s, gate=self.gate)
             summary = json.loads((run_dir / "summary.json").read_text())
             plan = json.loads((run_dir / "plan.json").read_text())

@@ -19,10 +19,11 @@ from mpipipe.graph.cut import Code
 from mpipipe.graph.recompute import part_products
 from mpipipe.graph.regions import region_of
 from mpipipe.graph.rewrite import schema_name
-from mpipipe.ops import convolution, fused
+from mpipipe.ops import fused
+from mpipipe.ops.convolution import CONVOLUTION_LATER, TRANSPOSED_LATER
 from mpipipe.ops.deferred import Deferred, Later
 from mpipipe.ops.embedding import embedding
-from mpipipe.ops.linear import LATER, TORCH_LATER, linear
+from mpipipe.ops.linear import LINEAR_LATER, TORCH_LINEAR_LATER, linear
 
 _DEFERRED = {
     f"aten::{name}"
@@ -34,15 +35,15 @@ _DEFERRED = {
 _OWN = (linear, embedding, fused.product_of)
 _ATEN = torch.ops.aten
 LATERS: dict[Any, Later] = {
-    _ATEN.linear.default: TORCH_LATER,
-    linear: LATER,
+    _ATEN.linear.default: TORCH_LINEAR_LATER,
+    linear: LINEAR_LATER,
     fused.product_of: fused.PRODUCT_LATER,
-    _ATEN.conv1d.default: convolution.LATER,
-    _ATEN.conv2d.default: convolution.LATER,
-    _ATEN.conv3d.default: convolution.LATER,
-    _ATEN.conv_transpose1d.default: convolution.TRANSPOSED_LATER,
-    _ATEN.conv_transpose2d.input: convolution.TRANSPOSED_LATER,
-    _ATEN.conv_transpose3d.input: convolution.TRANSPOSED_LATER,
+    _ATEN.conv1d.default: CONVOLUTION_LATER,
+    _ATEN.conv2d.default: CONVOLUTION_LATER,
+    _ATEN.conv3d.default: CONVOLUTION_LATER,
+    _ATEN.conv_transpose1d.default: TRANSPOSED_LATER,
+    _ATEN.conv_transpose2d.input: TRANSPOSED_LATER,
+    _ATEN.conv_transpose3d.input: TRANSPOSED_LATER,
 }
 
 

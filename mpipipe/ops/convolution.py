@@ -15,8 +15,8 @@ from mpipipe.ops.gradients import add_to
 
 
 def serves_convolution(x: Tensor, weight: Tensor) -> bool:
-    """Whether `convolution_later` and its twin do: of a single sample torch makes a batch before, of complex
-    numbers several convolutions, and the gradient of a bias alone comes out of the weight's."""
+    """Whether `convolution_later` and its twin serve these: of a single sample torch makes a batch before, of
+    complex numbers several convolutions; and where the bias alone learns there would be no input."""
     return weight.requires_grad and x.dim() == weight.dim() and not weight.is_complex()
 
 
@@ -29,8 +29,9 @@ def convolution_later(
 
     grad: of the result; x (batch, channels, ...) in the dtype of the product; output_padding: of a transposed
     one; the rest as the operator has it, a size for each dimension or one for all. Under torch.no_grad()."""
+    # of the weight no value matters here, but its dtype and how it lies
     learns = bias is not None and bias.requires_grad
-    like = weight if weight.dtype == grad.dtype else torch.empty_like(weight, dtype=grad.dtype)  # not read
+    like = weight if weight.dtype == grad.dtype else torch.empty_like(weight, dtype=grad.dtype)
     _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
         grad, x, like, None if bias is None else bias.shape, stride, padding, dilation,
         output_padding is not None, output_padding or (0,), groups, (False, True, learns),
@@ -49,5 +50,5 @@ def transposed_later(
     convolution_later(grad, x, weight, bias, stride, padding, dilation, groups, output_padding)
 
 
-LATER = Later(serves_convolution, convolution_later)
+CONVOLUTION_LATER = Later(serves_convolution, convolution_later)
 TRANSPOSED_LATER = Later(serves_convolution, transposed_later)

@@ -5,8 +5,8 @@
     later      `Pending.run`: all graphs that were put down, towards the weights alone
 
 Both ways go through torch's own backward of the operator, so neither changes a bit. A graph of its own and
-two runs of autograd take as long as a small product, so a linear layer or a convolution, whose weight
-gradient is one known call, does without:
+two runs of autograd take as long as a small product, so most linear layers and convolutions, whose weight
+gradient is one known call, do without:
 
     forward    x  ->  [ op as torch has it ]  ->  y                     in the graph of the micro-batch
     backward   as ever, but not towards the weights;  (x, gradient of y) is put down
@@ -68,8 +68,8 @@ class Pending:
 
 class Deferred:
     """A call of `op`, which makes one tensor. weights: which of its arguments are leaves whose gradients
-    wait; no other operator of the micro-batch may read them. later: where its first argument is the input,
-    the second the weight, and all other tensors are among `weights`."""
+    wait; no other operator of the micro-batch may read them. later: may be given where the first argument is
+    the input, the second the weight, and all other tensors are among `weights`."""
 
     def __init__(self, op: Callable[..., Tensor], weights: Sequence[int], later: Later | None = None) -> None:
         self.op, self.weights, self.later = op, weights, later

@@ -2,7 +2,7 @@
 
     backward of an op  -- adds into leaf.grad, returns None -->  AccumulateGrad has nothing left to add
                        -- returns a dense gradient          -->  AccumulateGrad adds it, or makes .grad of it
-    later, without autograd                                 -->  `add_to` does so
+    later, without autograd                                 -->  `add_to` does as AccumulateGrad
 
 The first way needs no dense gradient. The sum in `.grad` is the same up to the order of its terms, also where
 a tied weight has other uses that take the second way. It is closed wherever somebody could notice: a weight
@@ -54,14 +54,14 @@ def leaf_of(ctx: Any, position: int) -> Any:
 
 
 def add_to(leaf: Tensor, gradient: Tensor) -> None:
-    """As torch accumulates a gradient in a leaf, which keeps the first one as it lies. Under
-    torch.no_grad()."""
-    if leaf.grad is None or torch.promote_types(gradient.dtype, leaf.dtype) != leaf.dtype:
-        gradient = gradient.to(leaf.dtype)  # else the sum of both would be rounded, and that alone
+    """As torch accumulates a gradient in a leaf: in its dtype, with its strides. Under torch.no_grad()."""
     if leaf.grad is None:
-        leaf.grad = gradient
-    else:
-        leaf.grad.add_(gradient)
+        alike = gradient.stride() == leaf.stride()
+        leaf.grad = gradient.to(leaf.dtype) if alike else torch.empty_like(leaf).copy_(gradient)
+        return
+    if torch.promote_types(gradient.dtype, leaf.dtype) != leaf.dtype:
+        gradient = gradient.to(leaf.dtype)  # as torch does first; `add_` alone would round the sum, once
+    leaf.grad.add_(gradient)
 
 
 def destination(ctx: Any, position: int) -> Tensor | None:

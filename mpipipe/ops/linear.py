@@ -47,8 +47,8 @@ def linear(
 
 
 def serves_linear(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_later` and its twins do: torch copies an x with gaps first, and conjugates complex
-    numbers."""
+    """Whether `linear_later` and its twins serve these: torch copies an x with gaps first, and conjugates
+    complex numbers."""
     return x.is_contiguous() and weight.dim() == 2 and not weight.is_complex()
 
 
@@ -79,7 +79,8 @@ def torch_linear_later(grad: Tensor, x: Tensor | None, weight: Tensor, bias: Ten
     _later_bias(grad, bias)  # as it lies, or additions had another order
 
 
-LATER, TORCH_LATER = Later(serves_linear, linear_later), Later(serves_linear, torch_linear_later)
+LINEAR_LATER = Later(serves_linear, linear_later)
+TORCH_LINEAR_LATER = Later(serves_linear, torch_linear_later)
 
 
 def _later_bias(grad: Tensor, bias: Tensor | None) -> None:

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from benchmarks.kernels.chosen import modules
 from mpipipe import ops
-from mpipipe.ops import convolution, fused
+from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
+from mpipipe.ops.convolution import CONVOLUTION_LATER
 from mpipipe.ops.deferred import Deferred, Later, Pending
 from mpipipe.ops.device import DeviceMemory, use
 from mpipipe.ops.evict import evict
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
-from mpipipe.ops.linear import TORCH_LATER, linear
+from mpipipe.ops.linear import TORCH_LINEAR_LATER, linear
 from mpipipe.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.full
@@ -212,10 +213,10 @@ def test_sums_and_norms_of_gradients_are_torch_s():
 
 
 @pytest.mark.parametrize(
-    "later", [None, TORCH_LATER, convolution.LATER], ids=["graph", "linear", "convolution"]
+    "later", [None, TORCH_LINEAR_LATER, CONVOLUTION_LATER], ids=["graph", "linear", "convolution"]
 )
 def test_weight_gradients_that_wait_come_to_the_same(later: Later | None):
-    op, more = (F.conv2d, (3, 3)) if later is convolution.LATER else (F.linear, ())
+    op, more = (F.conv2d, (3, 3)) if later is CONVOLUTION_LATER else (F.linear, ())
 
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         pending = Pending()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -56,13 +57,20 @@ def results(
     return [*found, *(w.grad for w in weights)]
 
 
-def check(op: Callable[..., Tensor], *given: Any, refused: bool = False, later: Later | None = None) -> None:
-    """refused: torch may refuse it, such as to write into the result; so does it in two then."""
-    later = later or LATERS[op]
+def check(op: Callable[..., Tensor], *given: Any, may_refuse: bool = False, calls: int = 2) -> None:
+    """may_refuse: torch may refuse it, such as to write into the result; so does it in two then.
+    calls: how often a weight gradient is made without a graph of its own."""
+    seen = list[Tensor]()
+
+    def add(grad: Tensor, *args: Any, **kwargs: Any) -> None:
+        seen.append(grad)
+        LATERS[op].add(grad, *args, **kwargs)
+
+    later = LATERS[op]._replace(add=add)
     try:
         whole = results(op, None, *given)
     except RuntimeError as error:
-        if not refused:
+        if not may_refuse:
             raise
         with pytest.raises(RuntimeError, match=re.escape(str(error)[:60])):
             results(op, later, *given)
@@ -70,8 +78,14 @@ def check(op: Callable[..., Tensor], *given: Any, refused: bool = False, later: 
     for a, b in zip(whole, results(op, later, *given), strict=True):
         assert a is not None
         assert b is not None
-        assert a.dtype == b.dtype
+        assert (a.dtype, steps(a)) == (b.dtype, steps(b))
         assert torch.equal(a, b)
+    assert len(seen) == calls
+
+
+def steps(t: Tensor) -> list[int]:
+    """How it lies in memory; along a dimension of one it lies in any way."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1 and t.numel()]
 
 
 @pytest.mark.slow
@@ -92,7 +106,7 @@ def test_the_bits_of_a_whole_backward(kind: str, shape: tuple[int, ...]) -> None
                 weights = [weight, *([bias] if biased else [])]
                 absent = (None,) if not biased and kind in ("own", "transposed") else ()
                 for in_place in (False, True):
-                    check(op, x, weights, (*absent, *rest), bf16, there, in_place, refused=in_place)
+                    check(op, x, weights, (*absent, *rest), bf16, there, in_place, may_refuse=in_place)
 
 
 @pytest.mark.parametrize("op", [ATEN, linear])
@@ -122,7 +136,8 @@ def test_vectors_and_biases_that_are_repeated(weight: tuple[int, ...], bias: tup
         if bias is not None and len(bias) > x.dim():
             continue  # the result would have more dimensions than x
         for there, turned in itertools.product((False, True), repeat=2):
-            check(ATEN, x, given, (), False, there, False, turned, refused=True)
+            calls = 2 if len(weight) == 2 else 0
+            check(ATEN, x, given, (), False, there, False, turned, may_refuse=True, calls=calls)
 
 
 def test_a_gradient_that_is_lent_stays_as_it_is() -> None:
@@ -148,31 +163,33 @@ CONVOLUTIONS: list[tuple[Any, tuple[int, ...], tuple[int, ...], tuple[object, ..
 ]
 
 
+@pytest.mark.parametrize("op", [op for op in LATERS if isinstance(op, torch._ops.OpOverload)])
+def test_they_take_what_the_operator_takes(op: torch._ops.OpOverload) -> None:
+    """By place and by name; a convolution is a transposed one where it is given more."""
+    taken = list(signature(LATERS[op].add).parameters)[2:]
+    names = [argument.name for argument in op._schema.arguments[1:]]
+    assert taken == names or taken == [*names, "output_padding"]
+    assert op is ATEN or op in {case[0] for case in CONVOLUTIONS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "shape", "kernel", "rest"), CONVOLUTIONS)
 def test_convolutions(
     op: Callable[..., Tensor], shape: tuple[int, ...], kernel: tuple[int, ...], rest: tuple[object, ...]
 ) -> None:
-    """However input and kernel lie in memory, none has a graph of its own."""
-    draw, asked = torch.Generator().manual_seed(0), list[bool]()
-
-    def serves(x: Tensor, weight: Tensor) -> bool:
-        asked.append(LATERS[op].serves(x, weight))
-        return asked[-1]
-
+    """However input and kernel lie in memory."""
+    draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(shape, generator=draw), torch.randn(kernel, generator=draw)
     channels = op(x, weight, None, *rest).shape[1]
     bias, last = torch.randn(channels, generator=draw), {4: torch.channels_last, 5: torch.channels_last_3d}
     laid = [(x, weight), (x.transpose(0, 1).contiguous().transpose(0, 1), weight)]
     if x.dim() in last:
-        turned = (t.contiguous(memory_format=last[x.dim()]) for t in (x, weight))
-        laid += [(next(turned), weight), (x, next(turned))]
+        x_last, weight_last = (t.contiguous(memory_format=last[x.dim()]) for t in (x, weight))
+        laid += [(x_last, weight), (x, weight_last), (x_last, weight_last)]
     for given, kernels in laid:
         for weights, others in (([kernels, bias], rest), ([kernels], (None, *rest))):
             for flags in itertools.product((False, True), repeat=4):
-                check(op, given, weights, others, *flags, later=LATERS[op]._replace(serves=serves))
-    assert all(asked)
-    assert asked
+                check(op, given, weights, others, *flags)
 
 
 def gradients(
@@ -222,7 +239,7 @@ def test_others_have_a_graph_of_their_own(case: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [None, 2])
-def test_a_convolution_with_arguments_by_name_whose_gradient_is_one_number(frozen: int | None) -> None:
+def test_a_convolution_with_arguments_by_name_whose_gradient_is_expanded(frozen: int | None) -> None:
     given, named = drawn((2, 4, 9, 9), (6, 2, 3, 3), (6,), frozen=frozen), {"stride": [2], "groups": 2}
     assert alike(gradients(CONV, LATERS[CONV], given, **named), gradients(CONV, None, given, **named))
 
