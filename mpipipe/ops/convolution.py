@@ -29,8 +29,8 @@ def convolution_later(
 
     grad: of the result; x (batch, channels, ...) in the dtype of the product; output_padding: of a transposed
     one; the rest as the operator has it, a size for each dimension or one for all. Under torch.no_grad()."""
-    # of the weight no value matters here, but its dtype and how it lies
     learns = bias is not None and bias.requires_grad
+    # of the weight no value matters here, but its dtype and how it lies
     like = weight if weight.dtype == grad.dtype else torch.empty_like(weight, dtype=grad.dtype)
     _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
         grad, x, like, None if bias is None else bias.shape, stride, padding, dilation,
