@@ -100,7 +100,7 @@ test-mpis: setup ## tests on 2 and 3 ranks under MPICH and Intel MPI, where pip 
 	@OFFLINE='$(strip $(OFFLINE))' MPI_TIMEOUT='$(strip $(MPI_TIMEOUT))' .ci/mpis $(K)
 
 test-full: setup lint ## everything: more cases of each promise, and what takes minutes too
-	$(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not mpi and not jobs and not slurm" $(K)
 	$(MAKE) test-slurm test-mpi FULL=1
 
 lint: setup ## ruff, mypy, and the rules on who may import whom

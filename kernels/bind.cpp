@@ -13,6 +13,7 @@
 #include "mpipipe/gemm.h"
 #include "mpipipe/layer_norm.h"
 #include "mpipipe/math.h"
+#include "mpipipe/max_pool2d.h"
 #include "mpipipe/norms.h"
 #include "mpipipe/philox.h"
 #include "mpipipe/reuse.h"
@@ -75,6 +76,8 @@ PYBIND11_MODULE(MPIPIPE_MODULE, m) {
     def(m, "cross_entropy_loss", &cpu::cross_entropy_loss);
     def(m, "embedding_backward_f32", &cpu::embedding_backward);
     def(m, "gemm_f32", &cpu::gemm);
+    DEF(max_pool2d)
+    DEF(max_pool2d_backward)
     def(m, "reference_cross_entropy_forward_f32", &reference::cross_entropy_forward<float>);
     def(m, "reference_cross_entropy_forward_bf16", &reference::cross_entropy_forward<bf16>);
     def(m, "reference_cross_entropy_backward_f32", &reference::cross_entropy_backward<float>);

@@ -26,7 +26,7 @@ struct pybind11::detail::type_caster<std::array<ptrdiff_t, n>> {
 
 namespace mpipipe {
 
-constexpr char kVersion[] = "14";  // of the functions of every module; mpipipe/ops asks for the same one
+constexpr char kVersion[] = "15";  // of the functions of every module; mpipipe/ops asks for the same one
 
 // How an argument comes from Python: a pointer as the integer tensor.data_ptr(), 0 for none; numbers as they are.
 template <typename T>

@@ -74,6 +74,8 @@ LOOPS = {
     "cross_entropy_forward": Loop(r"cpu::.*\badd_block\(", FUSED, ARM_FUSED, 4, FIXED),
     "cross_entropy_backward_f32": Loop(r"cpu::cross_entropy_backward<float>", FUSED, ARM_FUSED, 4),
     "cross_entropy_backward_bf16": Loop(r"cpu::cross_entropy_backward<mpipipe::bf16>", FUSED, ARM_FUSED, 4),
+    "max_pool2d_f32": Loop(r"\bpool_row<.*, float>", "vcmp[a-z]+ps", "fcm(gt|ge|lt|le|uo)", 4),
+    "max_pool2d_bf16": Loop(r"\bpool_row<.*, mpipipe::bf16>", "vcmp[a-z]+ps", "fcm(gt|ge|lt|le|uo)", 4),
     "bias_gelu_f32": Loop(r"\bgelu_row<.*Exact, float>", FUSED, ARM_FUSED, 8),
     "bias_gelu_bf16": Loop(r"\bgelu_row<.*Exact, mpipipe::bf16>", FUSED, ARM_FUSED, 8),
     "bias_gelu_backward_f32": Loop(r"\bgelu_gradient<.*Exact, float, float>", FUSED, ARM_FUSED, 8),

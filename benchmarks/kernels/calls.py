@@ -17,6 +17,7 @@ from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.gemm import gemm
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.swiglu import swiglu
 
 Tensor = torch.Tensor
@@ -68,6 +69,7 @@ def ops() -> dict[str, Op]:
             lambda x, w: F.cross_entropy(F.linear(x, w), labels, reduction="sum"),
             (x, other),
         ),
+        "max_pool2d": Op(partial(max_pool2d, kernel_size=2), partial(F.max_pool2d, kernel_size=2), (image,)),
         "norms": Op(
             partial(norms, offsets=torch.tensor([0, 8]), counts=torch.tensor([8, 24])),
             lambda x: torch._foreach_norm(x.split([8, 24])),

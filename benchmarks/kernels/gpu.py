@@ -27,7 +27,7 @@ from mpipipe.ops.device import finished, use
 from mpipipe.ops.native import cuda_kernels
 
 # no kernels for GPUs, or nothing that a GPU changes
-ON_CPU_ALONE = {"calls", "gemm", "whole_step"}
+ON_CPU_ALONE = {"calls", "gemm", "max_pool2d", "whole_step"}
 TRIAD, SIZE = 1 << 27, 8192  # beyond the caches of a GPU; products that fill one
 
 

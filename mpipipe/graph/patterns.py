@@ -7,8 +7,10 @@
     batch_norm in training, on its own; with the ReLU after it, or a residual add and then that
     linear + reshape + cross_entropy     -> linear_cross_entropy; with what multiplies the output
     linear                               -> the same, adding its weight's gradient in place
-    embedding                            -> likewise; on a processor with the bits of torch, and used whatever
-                                            they are to be
+    embedding                            -> likewise
+    max_pool2d
+
+The last two have the bits of torch on a processor, and are used whatever they are to be.
 
 Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
 them. A match is one group, so no cut parts it; but for a norm and the residual add or ReLU beside it, whose
@@ -48,6 +50,7 @@ from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
 from mpipipe.ops.embedding import embedding
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class _Finder:
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
             self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
+            self.max_pool2d,
         )  # fmt: skip
 
     def by(self, rule: Callable[[fx.Node], Match | None], node: fx.Node) -> Match | None:
@@ -393,6 +397,13 @@ class _Finder:
         form = f"embedding {rows}x{width} {dtype_of(node)}"
         args = (g["indices"], weight, None if padding < 0 else padding)
         return Match(embedding, form, (node,), (node,), args, contested=False, same_bits=True)
+
+    def max_pool2d(self, node: fx.Node) -> Match | None:
+        if schema_name(node) != "aten::max_pool2d":
+            return None
+        args = tuple(arguments_of(node).values())
+        form = f"max_pool2d {'x'.join(map(str, val(node).shape[-3:]))} {dtype_of(node)}"
+        return Match(max_pool2d, form, (node,), (node,), args, contested=False, same_bits=True)
 
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param

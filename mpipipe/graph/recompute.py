@@ -31,6 +31,7 @@ from mpipipe.graph.tape import storage_id
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm, batch_norm_with_statistics
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.swiglu import swiglu
 
 _CHEAP = {
@@ -41,7 +42,7 @@ _CHEAP = {
         "pad", "max_pool2d", "avg_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
     )
 }  # fmt: skip
-_OWN = (batch_norm, batch_norm_with_statistics, layer_norm, rms_norm, swiglu, fused.gelu_of)
+_OWN = (batch_norm, batch_norm_with_statistics, layer_norm, rms_norm, max_pool2d, swiglu, fused.gelu_of)
 
 
 def selective(anatomy: Anatomy, code: Code, sent_too: bool = False) -> Code:

@@ -12,6 +12,7 @@ from mpipipe.ops.flash_attention import flash_attention
 from mpipipe.ops.gemm import add_gemm, gemm
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear_cross_entropy import linear_cross_entropy
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.native import KERNELS_VERSION, kernels
 from mpipipe.ops.norms import norms
 from mpipipe.ops.philox import philox_words, stream_key
@@ -37,6 +38,7 @@ __all__ = [
     "kernels",
     "layer_norm",
     "linear_cross_entropy",
+    "max_pool2d",
     "normal",
     "normal_like",
     "norms",

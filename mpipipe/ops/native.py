@@ -32,7 +32,7 @@ class Table(dict[tuple[str, Key], Functions]):
 
 # Of the functions that mpipipe/ops calls, and kernels/bind.h holds the same: raised with each change of them,
 # and with KERNELS_BITS, so that modules that were built before are not used.
-KERNELS_VERSION = "14"
+KERNELS_VERSION = "15"
 # Of what they compute: raised where the same model gets other bits with bits = fast, as a kernel adds in
 # another order, or an operator calls others. A run keeps it (`Numerics.kernels`), and is not resumed with
 # another one. Other arguments, or more speed with the same bits, leave it: no resume is refused for nothing.

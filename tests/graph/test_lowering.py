@@ -30,6 +30,7 @@ from mpipipe.models.losses import from_mean
 from mpipipe.ops import fused
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.embedding import embedding
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.native import kernels
 
 
@@ -92,6 +93,15 @@ def test_the_bits_of_torch_lower_what_has_these_bits() -> None:
     anatomy = tiny.captured("gpt", 2).primary
     assert anatomy.matches
     assert {m.op for m in anatomy.lowered(anatomy.order)} == {embedding}
+
+
+@pytest.mark.parametrize(("bits", "mode"), [("torch", "train"), ("fast", "train"), ("torch", "eval")])
+@pytest.mark.slow
+def test_pooling_is_ours_whatever_the_bits(bits: str, mode: str) -> None:
+    for name, pools in (("vgg", 2), ("unet", 1), ("resnet", 1)):
+        variants = built_in_tiny.captured(name, 2, "fp32").lowered(Lowering(bits))
+        anatomy = variants.anatomy(mode, variants.first)  # type: ignore[arg-type]
+        assert [m.op for m in anatomy.lowered(anatomy.order)].count(max_pool2d) == pools
 
 
 def test_on_a_gpu_they_leave_the_embedding_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

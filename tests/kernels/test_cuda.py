@@ -23,7 +23,7 @@ from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.swiglu import swiglu
 
-ON_CPU_ALONE = re.compile("words|evict|reuse|gemm|reference_|math_|__|version|instruction_set")
+ON_CPU_ALONE = re.compile("words|evict|reuse|gemm|max_pool2d|reference_|math_|__|version|instruction_set")
 on_gpu = pytest.mark.skipif(
     native.cuda_kernels is None or not torch.cuda.is_available(),
     reason="no GPU that torch can use, or no kernels for it (make kernels CUDA=1)",

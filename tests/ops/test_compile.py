@@ -28,6 +28,7 @@ from mpipipe.ops import (
 from mpipipe.ops.batch_norm import batch_norm
 from mpipipe.ops.bias_gelu import bias_gelu
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
+from mpipipe.ops.max_pool2d import max_pool2d
 from mpipipe.ops.swiglu import swiglu
 
 pytestmark = [
@@ -54,6 +55,7 @@ CALLS: dict[str, list[tuple[Callable[..., object], list[tuple[int, ...]]]]] = {
     "embedding": [(lambda weight: embedding(LABELS.clamp(min=0), weight, 3), [(4, 8)])],
     "flash_attention": [(partial(flash_attention, causal=True), [(2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)])],
     "linear_cross_entropy": [(head, [(5, 8), (4, 8), (4,)])],
+    "max_pool2d": [(partial(max_pool2d, kernel_size=3, stride=2, padding=1), [(2, 3, 7, 8)])],
     "norm": [
         (lambda x, w, b, r: layer_norm(x, w, b, residual=r), [(5, 8), (8,), (8,), (5, 8)]),
         (rms_norm, [(5, 8), (8,)]),

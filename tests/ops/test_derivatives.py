@@ -13,6 +13,7 @@ from mpipipe.ops import (
     kernels,
     layer_norm,
     linear_cross_entropy,
+    max_pool2d,
     rms_norm,
     swiglu,
 )
@@ -29,6 +30,7 @@ ONCE = {  # name -> a function of x (4, 8)
     "flash_attention": lambda x: flash_attention(*[x.view(1, 2, 4, 4)] * 3),
     "layer_norm": lambda x: layer_norm(x, residual=x)[0] ** 3,
     "linear_cross_entropy": lambda x: linear_cross_entropy(x, x, LABELS),
+    "max_pool2d": lambda x: max_pool2d(x.view(1, 4, 8), 2),
     "rms_norm": rms_norm,
     "swiglu": lambda x: swiglu(x, x),
     "registered bias_gelu": lambda x: registered.bias_gelu(x, x[0], False),

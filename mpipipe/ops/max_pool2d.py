@@ -1,0 +1,183 @@
+"""The largest number of each window of an image, of which backward keeps a byte: where in the window it is.
+
+Torch keeps x, of which it reads the shape alone, and eight bytes of each result. The bits are torch's on a
+processor, in both directions: of equal numbers the first one counts, of NaN the last one, and gradients of
+windows that overlap are added in torch's order. So the kernel serves whatever the bits are to be.
+
+float32 and bfloat16, contiguous, on a processor go to the compiled `max_pool2d`; torch computes all else:
+other dtypes, devices and strides, dilation, windows of more than 256 places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
+from mpipipe.ops.native import by_device, device_type, workers
+from mpipipe.ops.pointers import address, check, pointer
+
+Tensor = torch.Tensor
+Pair = int | list[int] | tuple[int, ...]
+Sizes = tuple[int, ...]  # height and width: of x, of y, of the window, of the stride, of the padding
+
+_KERNELS = by_device(
+    {
+        torch.float32: ("max_pool2d_f32", "max_pool2d_backward_f32"),
+        torch.bfloat16: ("max_pool2d_bf16", "max_pool2d_backward_bf16"),
+    },
+    ("cpu",),
+)
+_MOST = 256  # places of a window: one is a byte
+
+
+def max_pool2d(
+    x: Tensor,
+    kernel_size: Pair,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    """As torch.nn.functional.max_pool2d, with its errors: x (B, C, H, W) or (C, H, W) -> the same with fewer
+    places."""
+    served = (device_type(x), x.dtype) in _KERNELS and x.dim() in (3, 4) and x.is_contiguous() and x.numel()
+    sizes = _sizes(x.shape[-2:], kernel_size, stride, padding, dilation, ceil_mode) if served else None
+    if sizes is None:
+        return F.max_pool2d(x, kernel_size, stride or None, padding, dilation, ceil_mode)
+    if traced(x):
+        window = kernel_size, stride or kernel_size, padding
+        return torch.ops.mpipipe.max_pool2d(x, *map(_pair, window), ceil_mode)[0]
+    if wants_gradient(x):
+        return _MaxPool2d.apply(x, sizes)
+    return _forward(x, sizes, False)[0]
+
+
+def _sizes(
+    size: Sequence[int], kernel_size: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil: bool
+) -> Sizes | None:  # fmt: skip
+    """None for what torch computes, or refuses."""
+    h, w = size
+    kh, kw = _pair(kernel_size)
+    sh, sw = _pair(stride or kernel_size)
+    ph, pw = _pair(padding)
+    whole = 0 < kh <= h + 2 * ph and 0 < kw <= w + 2 * pw and sh > 0 and sw > 0
+    if not whole or not 0 <= 2 * ph <= kh or not 0 <= 2 * pw <= kw or _pair(dilation) != (1, 1):
+        return None
+    if kh * kw > _MOST:
+        return None
+    return h, w, _places(h, kh, sh, ph, ceil), _places(w, kw, sw, pw, ceil), kh, kw, sh, sw, ph, pw
+
+
+def _pair(given: Pair) -> tuple[int, int]:
+    """One number stands for both; more than two are torch's to refuse, as is a window of no place."""
+    if isinstance(given, int):
+        return given, given
+    return (given[0], given[-1]) if len(given) in (1, 2) else (0, 0)
+
+
+def _places(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
+    """Windows that fit; with `ceil` also one that goes beyond the end, but does not begin there."""
+    found = (size + 2 * padding - kernel + (stride - 1 if ceil else 0)) // stride + 1
+    return found - (1 if ceil and (found - 1) * stride >= size + padding else 0)
+
+
+class _MaxPool2d(Function):
+    """The kernels in eager code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes) -> Tensor:
+        y, which = _forward(x, sizes, True)
+        ctx.save_for_backward(which)
+        ctx.sizes = sizes
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (which,) = ctx.saved_tensors
+        return _backward(dy.contiguous(), which, ctx.sizes), None
+
+
+def _forward(x: Tensor, sizes: Sizes, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """y, and where `keep` asks for it the place of each in its window (uint8)."""
+    y = x.new_empty(*x.shape[:-2], *sizes[2:4])
+    which = torch.empty_like(y, dtype=torch.uint8) if keep else None
+    _KERNELS[device_type(x), x.dtype][0](
+        pointer("x", x, x.shape, x), y.data_ptr(), address(which), _planes(x), sizes, *workers(x)
+    )
+    return y, which
+
+
+def _backward(dy: Tensor, which: Tensor, sizes: Sizes) -> Tensor:
+    """The gradient of x; ValueError where the two are not contiguous, or of unlike shapes."""
+    dx = dy.new_empty(*dy.shape[:-2], *sizes[:2])
+    _KERNELS[device_type(dy), dy.dtype][1](
+        pointer("dy", dy, dy.shape, dy), pointer("which", which, dy.shape, which), dx.data_ptr(), _planes(dy),
+        sizes, *workers(dy),
+    )  # fmt: skip
+    return dx
+
+
+def _planes(x: Tensor) -> int:
+    return x.shape[:-2].numel()
+
+
+# -- for torch.export and torch.compile ------------------------------------------------------------------
+
+
+def _sizes_of(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool) -> Sizes:
+    """Raises ValueError where no kernel may be given them."""
+    sizes = _sizes(x.shape[-2:], kernel, stride, padding, 1, ceil_mode) if x.dim() in (3, 4) else None
+    if sizes is None:
+        raise ValueError(
+            f"max_pool2d of {tuple(x.shape)} by {kernel}, stride {stride}, padding {padding}: the kernel "
+            f"takes (B, C, H, W) or (C, H, W), and windows of at most {_MOST} places that fit"
+        )
+    return sizes
+
+
+def _operator(x: Tensor, *window: Any) -> tuple[Tensor, Tensor | None]:
+    return _forward(x.contiguous(), _sizes_of(x, *window), True)
+
+
+def _operator_fake(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(*x.shape[:-2], *_sizes_of(x, *window)[2:4])
+    return y, torch.empty_like(y, dtype=torch.uint8)
+
+
+def _operator_backward(dy: Tensor, which: Tensor, x: Tensor, *window: Any) -> Tensor:
+    sizes = _sizes_of(x, *window)
+    check("dy", dy, (*x.shape[:-2], *sizes[2:4]), x)
+    return _backward(dy.contiguous(), which.contiguous(), sizes)
+
+
+def _operator_backward_fake(dy: Tensor, which: Tensor, x: Tensor, *window: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, *ctx.window = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], x)
+
+
+def _derivative(ctx: Any, dy: Tensor, _: Any) -> Any:
+    return torch.ops.mpipipe.max_pool2d_backward(dy, *ctx.saved_tensors, *ctx.window), None, None, None, None
+
+
+define(
+    "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode) -> (Tensor, Tensor)",
+    _operator,
+    _operator_fake,
+)
+define(
+    "max_pool2d_backward(Tensor dy, Tensor which, Tensor x, int[] kernel, int[] stride, int[] padding,"
+    " bool ceil_mode) -> Tensor",
+    _operator_backward,
+    _operator_backward_fake,
+)
+differentiate("max_pool2d", _derivative, _setup)
