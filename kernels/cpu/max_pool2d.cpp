@@ -117,8 +117,9 @@ void max_pool2d_backward(const T* dy, const uint8_t* which, T* dx, size_t planes
             for (ptrdiff_t i = 0; i < oh; ++i) {
                 const ptrdiff_t out = (p * oh + i) * ow, corner = (i * sh - ph) * w - pw;
                 for (ptrdiff_t j = 0; j < ow; ++j) {
-                    T& sum = plane[corner + j * sw + ahead[which[out + j]]];
-                    sum = narrow<T>(wide(sum) + wide(dy[out + j]));
+                    const ptrdiff_t at = corner + j * sw + ahead[which[out + j]];
+                    if (static_cast<size_t>(at) >= static_cast<size_t>(h * w)) continue;  // no forward says so
+                    plane[at] = narrow<T>(wide(plane[at]) + wide(dy[out + j]));
                 }
             }
         }

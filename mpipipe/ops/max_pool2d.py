@@ -5,12 +5,14 @@ processor, in both directions: of equal numbers the first one counts, of NaN the
 windows that overlap are added in torch's order. So the kernel serves whatever the bits are to be.
 
 float32 and bfloat16, contiguous, on a processor go to the compiled `max_pool2d`; torch computes all else:
-other dtypes, devices and strides, dilation, windows of more than 256 places.
+other dtypes, devices and strides, dilation, windows of more than 256 places. What is contiguous and
+channels_last at once is torch's, too, whose result then has the strides of the latter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ _KERNELS = by_device(
         torch.float32: ("max_pool2d_f32", "max_pool2d_backward_f32"),
         torch.bfloat16: ("max_pool2d_bf16", "max_pool2d_backward_bf16"),
     },
-    ("cpu",),
+    ("cpu", "meta"),
 )
 _MOST = 256  # places of a window: one is a byte
 
@@ -44,39 +46,44 @@ def max_pool2d(
 ) -> Tensor:
     """As torch.nn.functional.max_pool2d, with its errors: x (B, C, H, W) or (C, H, W) -> the same with fewer
     places."""
-    served = (device_type(x), x.dtype) in _KERNELS and x.dim() in (3, 4) and x.is_contiguous() and x.numel()
-    sizes = _sizes(x.shape[-2:], kernel_size, stride, padding, dilation, ceil_mode) if served else None
+    by = kernel_size if stride is None or (not isinstance(stride, int) and len(stride) == 0) else stride
+    sizes = _sizes(x.shape[-2:], kernel_size, by, padding, dilation, ceil_mode) if _served(x) else None
     if sizes is None:
-        return F.max_pool2d(x, kernel_size, stride or None, padding, dilation, ceil_mode)
+        return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
     if traced(x):
-        window = kernel_size, stride or kernel_size, padding
-        return torch.ops.mpipipe.max_pool2d(x, *map(_pair, window), ceil_mode)[0]
+        return torch.ops.mpipipe.max_pool2d(x, *map(_pair, (kernel_size, by, padding)), ceil_mode)[0]
     if wants_gradient(x):
         return _MaxPool2d.apply(x, sizes)
     return _forward(x, sizes, False)[0]
 
 
+def _served(x: Tensor) -> bool:
+    """Whatever the window is."""
+    if (device_type(x), x.dtype) not in _KERNELS or not x.is_contiguous() or not x.numel():
+        return False
+    return x.dim() == 3 or (x.dim() == 4 and not x.is_contiguous(memory_format=torch.channels_last))
+
+
 def _sizes(
-    size: Sequence[int], kernel_size: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil: bool
-) -> Sizes | None:  # fmt: skip
+    size: Sequence[int], kernel_size: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool
+) -> Sizes | None:
     """None for what torch computes, or refuses."""
     h, w = size
     kh, kw = _pair(kernel_size)
-    sh, sw = _pair(stride or kernel_size)
+    sh, sw = _pair(stride)
     ph, pw = _pair(padding)
-    whole = 0 < kh <= h + 2 * ph and 0 < kw <= w + 2 * pw and sh > 0 and sw > 0
-    if not whole or not 0 <= 2 * ph <= kh or not 0 <= 2 * pw <= kw or _pair(dilation) != (1, 1):
-        return None
-    if kh * kw > _MOST:
+    whole = h > 0 < kh <= h + 2 * ph and w > 0 < kw <= w + 2 * pw and sh > 0 and sw > 0
+    inside = 0 <= 2 * ph <= kh and 0 <= 2 * pw <= kw
+    if not whole or not inside or kh * kw > _MOST or _pair(dilation) != (1, 1):
         return None
     return h, w, _places(h, kh, sh, ph, ceil), _places(w, kw, sw, pw, ceil), kh, kw, sh, sw, ph, pw
 
 
 def _pair(given: Pair) -> tuple[int, int]:
-    """One number stands for both; more than two are torch's to refuse, as is a window of no place."""
-    if isinstance(given, int):
-        return given, given
-    return (given[0], given[-1]) if len(given) in (1, 2) else (0, 0)
+    """One number stands for both; more than two, or none, are torch's to refuse, as is one below zero."""
+    if not isinstance(given, list | tuple):
+        return index(given), index(given)
+    return (index(given[0]), index(given[-1])) if len(given) in (1, 2) else (-1, -1)
 
 
 def _places(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> int:
@@ -129,54 +136,66 @@ def _planes(x: Tensor) -> int:
 # -- for torch.export and torch.compile ------------------------------------------------------------------
 
 
-def _sizes_of(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool) -> Sizes:
+def _sizes_of(shape: Sequence[int], kernel: Pair, stride: Pair, padding: Pair, ceil: bool) -> Sizes:
     """Raises ValueError where no kernel may be given them."""
-    sizes = _sizes(x.shape[-2:], kernel, stride, padding, 1, ceil_mode) if x.dim() in (3, 4) else None
+    sizes = _sizes(shape[-2:], kernel, stride, padding, 1, ceil) if len(shape) in (3, 4) else None
     if sizes is None:
         raise ValueError(
-            f"max_pool2d of {tuple(x.shape)} by {kernel}, stride {stride}, padding {padding}: the kernel "
+            f"max_pool2d of {tuple(shape)} by {kernel}, stride {stride}, padding {padding}: the kernel "
             f"takes (B, C, H, W) or (C, H, W), and windows of at most {_MOST} places that fit"
         )
     return sizes
 
 
 def _operator(x: Tensor, *window: Any) -> tuple[Tensor, Tensor | None]:
-    return _forward(x.contiguous(), _sizes_of(x, *window), True)
+    return _forward(x.contiguous(), _sizes_of(x.shape, *window), True)
 
 
 def _operator_fake(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(*x.shape[:-2], *_sizes_of(x, *window)[2:4])
+    y = x.new_empty(*x.shape[:-2], *_sizes_of(x.shape, *window)[2:4])
     return y, torch.empty_like(y, dtype=torch.uint8)
 
 
-def _operator_backward(dy: Tensor, which: Tensor, x: Tensor, *window: Any) -> Tensor:
-    sizes = _sizes_of(x, *window)
-    check("dy", dy, (*x.shape[:-2], *sizes[2:4]), x)
-    return _backward(dy.contiguous(), which.contiguous(), sizes)
+def _operator_backward(dy: Tensor, which: Tensor, h: int, w: int, *window: Any) -> Tensor:
+    return _backward(dy.contiguous(), which.contiguous(), _sizes_behind(dy, which, h, w, *window))
 
 
-def _operator_backward_fake(dy: Tensor, which: Tensor, x: Tensor, *window: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _operator_backward_fake(dy: Tensor, which: Tensor, h: int, w: int, *window: Any) -> Tensor:
+    return dy.new_empty(*dy.shape[:-2], *_sizes_behind(dy, which, h, w, *window)[:2])
+
+
+def _sizes_behind(dy: Tensor, which: Tensor, h: int, w: int, *window: Any) -> Sizes:
+    """Of images (h, w), after checks."""
+    sizes = _sizes_of((*dy.shape[:-2], h, w), *window)
+    check("dy", dy, (*dy.shape[:-2], *sizes[2:4]), dy)
+    check("which", which, dy.shape, dy, any_dtype=True)
+    if which.dtype != torch.uint8:
+        raise ValueError(
+            f"max_pool2d_backward: which is {which.dtype}; it must be torch.uint8, as of forward"
+        )
+    return sizes
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, *ctx.window = inputs
+    x, *window = inputs
+    ctx.window = *x.shape[-2:], *window
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], x)
+    ctx.save_for_backward(output[1])
 
 
 def _derivative(ctx: Any, dy: Tensor, _: Any) -> Any:
-    return torch.ops.mpipipe.max_pool2d_backward(dy, *ctx.saved_tensors, *ctx.window), None, None, None, None
+    (which,) = ctx.saved_tensors
+    return torch.ops.mpipipe.max_pool2d_backward(dy, which, *ctx.window), None, None, None, None
 
 
 define(
-    "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil_mode) -> (Tensor, Tensor)",
+    "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil) -> (Tensor, Tensor)",
     _operator,
     _operator_fake,
 )
 define(
-    "max_pool2d_backward(Tensor dy, Tensor which, Tensor x, int[] kernel, int[] stride, int[] padding,"
-    " bool ceil_mode) -> Tensor",
+    "max_pool2d_backward(Tensor dy, Tensor which, SymInt h, SymInt w, int[] kernel, int[] stride,"
+    " int[] padding, bool ceil) -> Tensor",
     _operator_backward,
     _operator_backward_fake,
 )

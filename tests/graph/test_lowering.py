@@ -20,6 +20,7 @@ from by_hand import every_cut, staged
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from mpipipe.graph import patterns
 from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.cut import extract
 from mpipipe.graph.groups import group_of
@@ -102,6 +103,34 @@ def test_pooling_is_ours_whatever_the_bits(bits: str, mode: str) -> None:
         variants = built_in_tiny.captured(name, 2, "fp32").lowered(Lowering(bits))
         anatomy = variants.anatomy(mode, variants.first)  # type: ignore[arg-type]
         assert [m.op for m in anatomy.lowered(anatomy.order)].count(max_pool2d) == pools
+
+
+class InPlace(nn.Module):
+    """As torchvision writes its VGG: the activations overwrite what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.head = nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Linear(4 * 9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(functional.relu_(self.conv(x)))
+        return self.head(functional.relu_(x).flatten(1))
+
+
+@pytest.mark.slow
+def test_pooling_between_activations_in_place_is_ours_with_the_bits_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = {"x": torch.randn(2, 1, 8, 8), "labels": torch.tensor([1, 4])}
+    loss: Loss = lambda y, b: (functional.cross_entropy(y, b["labels"], reduction="sum"), 1.0)  # noqa: E731
+    variants = by_hand.variants_of(InPlace, loss, batch)
+    assert [m.op for m in variants.primary.lowered(variants.primary.order)] == [max_pool2d]
+    found = [staged(variants, cuts, batch) for cuts in every_cut(variants, 2)]
+    monkeypatch.setattr(patterns._Finder, "max_pool2d", lambda self, node: None)
+    plain = by_hand.variants_of(InPlace, loss, batch)
+    assert not plain.primary.lowered(plain.primary.order)
+    for one in found:
+        assert by_hand.differences(staged(plain, (), batch), one) == []
 
 
 def test_on_a_gpu_they_leave_the_embedding_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from compiled import instruction_sets, with_threads
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpipipe.ops import kernels, max_pool2d, native
 
@@ -131,14 +133,17 @@ def test_what_torch_computes() -> None:
     assert not served(x.to(memory_format=torch.channels_last), 2)
     assert not served(x, 2, 2, 0, 2)
     assert not served(drawn((1, 1, 40, 40), 1), 17)
-    y = max_pool2d(x.to(memory_format=torch.channels_last), 2)
-    assert y.is_contiguous(memory_format=torch.channels_last)
+    one_channel = x[:, :1].contiguous().to(memory_format=torch.channels_last)
+    for other in (x.to(memory_format=torch.channels_last), one_channel, x[..., :1, :1]):
+        assert max_pool2d(other, 1).stride() == F.max_pool2d(other, 1).stride()
 
 
 @pytest.mark.parametrize(
     ("shape", "given_"),
     [((2, 3, 8), (2, 2, 2)), ((2, 3, 1, 8), (2,)), ((2, 3, 8, 8), (3, 2, 2)), ((2, 8, 8), (0,)),
-     ((2, 8, 8), ((2, 2, 2),)), ((8, 8), (2,)), ((2, 3, 8, 8), (2, 2, 0, 0)), ((2, 0, 8, 8), (2,))],
+     ((2, 8, 8), ((2, 2, 2),)), ((8, 8), (2,)), ((2, 3, 8, 8), (2, 2, 0, 0)), ((2, 0, 8, 8), (2,)),
+     ((2, 8, 8), (2, 2, (0, 0, 0))), ((2, 8, 8), (2, 2, ())), ((2, 8, 8), (2, 0)), ((2, 8, 8), (2, (0, 2))),
+     ((2, 8, 8), (np.int64(2),)), ((2, 3, 0, 8), (2, 2, 1)), ((2, 8, 8), (2, 2, -1))],
 )  # fmt: skip
 def test_what_torch_refuses_is_refused_in_its_words(shape: tuple[int, ...], given_: tuple[Any, ...]) -> None:
     found = list[str]()
@@ -184,5 +189,24 @@ def test_by_its_name_it_takes_no_window_that_leaves_the_image() -> None:
         with pytest.raises(ValueError, match=r"max_pool2d of \(2, 3, 8, 9\) by .*the kernel takes"):
             torch.ops.mpipipe.max_pool2d(x, *window, False)
     dy, which = torch.ones(2, 3, 5, 4), torch.zeros(2, 3, 5, 4, dtype=torch.uint8)
+    backward = torch.ops.mpipipe.max_pool2d_backward
     with pytest.raises(ValueError, match="dy has shape"):
-        torch.ops.mpipipe.max_pool2d_backward(dy, which, x, [2, 2], [2, 2], [0, 0], False)
+        backward(dy, which, 8, 9, [2, 2], [2, 2], [0, 0], False)
+    with pytest.raises(ValueError, match=r"which is torch\.int64; it must be torch\.uint8"):
+        backward(dy, which.long(), 9, 8, [3, 2], [2, 2], [1, 0], False)
+    dx = backward(dy, which, 9, 8, [3, 2], [2, 2], [1, 0], False)
+    assert dx.sum() == dy[..., 1:, :].sum(), "of the first row the first place is padding"
+
+
+@needs_kernels
+def test_what_is_kept_is_seen_without_data() -> None:
+    """By who counts the bytes of a plan."""
+    kept = list[tuple[torch.dtype, torch.Size]]()
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append((t.dtype, t.shape))
+        return t
+
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = max_pool2d(torch.empty(2, 3, 8, 8, requires_grad=True), 2)
+    assert kept == [(torch.uint8, y.shape)]
