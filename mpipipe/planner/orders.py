@@ -18,7 +18,7 @@ from mpipipe.planner.lower import tied_pairs
 from mpipipe.planner.schedules import BY_HAND, build, planned_by_room, policies, room_for, to_lines, work_of
 from mpipipe.planner.schedules.fill import Use, Work
 from mpipipe.planner.schedules.listed import Policy, listed_seconds, listed_shortest
-from mpipipe.planner.stages import Cuts, are_cuts, in_order, stage_costs, stage_ties
+from mpipipe.planner.stages import Cuts, in_order, stage_costs, stage_ties, walked
 from mpipipe.values import Costs, Layout, Numerics, Recompute, Schedule, StageCost
 
 Actions = tuple[str, ...]
@@ -131,26 +131,20 @@ class Orders:
         return found
 
     def _moved(self, cuts: Cuts, first_s: Sequence[float], every: Sequence[Policy]) -> tuple[float, Cuts]:
-        """As `near`, from these on, whose seconds by each policy are `first_s`: the first move that gains is
-        made, few cuts before many, until none gains or `_MOST_TRIED` were looked at."""
+        """As `near`, from these on, whose seconds by each policy are `first_s`."""
         best = sorted(range(len(every)), key=first_s.__getitem__)[: _FEW * self._each]
-        tried, took_s = [every[i] for i in best], {cuts: min(first_s)}
-        spans = sorted(
-            itertools.combinations(range(len(cuts) + 1), 2), key=lambda span: (span[1] - span[0], span)
-        )
-        moves = [*itertools.product(spans, (-2, -1, 1, 2))]
-        most, since = _MOST_TRIED // (len(self._on) * self._n_micro), 0  # since the last gain
-        for (i, j), by in itertools.cycle(moves):
-            if since == len(moves) or len(took_s) > most:
-                break
-            since += 1
-            other = (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
-            if other in took_s or not are_cuts(len(self._costs.groups), other):
-                continue
-            took_s[other] = self._shortest_s(other, tried, took_s[cuts])
-            if took_s[other] < took_s[cuts] * (1.0 - 1e-9):
-                cuts, since = other, 0
-        return took_s[cuts], cuts
+        tried, least_s = [every[i] for i in best], min(first_s)
+
+        def shorter(other: Cuts) -> bool:
+            nonlocal least_s
+            took_s = self._shortest_s(other, tried, least_s)
+            gains = took_s < least_s * (1.0 - 1e-9)
+            least_s = took_s if gains else least_s
+            return gains
+
+        most = _MOST_TRIED // (len(self._on) * self._n_micro)
+        cuts = walked(len(self._costs.groups), cuts, most, shorter)
+        return least_s, cuts
 
     def _seconds(self, cuts: Cuts, tried: Sequence[Policy]) -> list[float]:
         """Of the order by each policy, and the update."""

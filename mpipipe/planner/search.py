@@ -34,12 +34,13 @@ from mpipipe.planner.programs import Failure, alone, built, cut_indices, program
 from mpipipe.planner.schedules import BY_HAND, PLAIN, PLANNED, homes_of, stages_on
 from mpipipe.planner.schedules.orders import is_plain
 from mpipipe.planner.sizes import counted, multiples_beside
-from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties
+from mpipipe.planner.stages import Cuts, StageTie, neighbours, stage_ties, walked
 from mpipipe.planner.starts import starts
 from mpipipe.planner.uneven import balanced
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
 
 REFINE_WORK = 512  # stages x micro-batches, of all copies, up to which neighbouring cuts are simulated
+LEAN_WORK = 1 << 11  # stages x micro-batches, of all cuts that are tried for less memory
 
 
 def make_plan(
@@ -277,7 +278,7 @@ class _Making:
         most_s = min(plan.prediction.step_s for plan in plans) * self.like
 
         def dearness(plan: Plan) -> float:
-            lean = _leanest(plan, most_s, self.receive_window)
+            lean = _leanest(plan, cut_indices(plan.layout, self.costs.names), most_s, self.receive_window)
             return dear(lean[0] if lean else plan)
 
         return min((plan for plan in plans if plan.prediction.step_s <= most_s), key=dearness)
@@ -298,19 +299,39 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
 
 
 def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
-    """Of a plan whose order follows from costs, that with the same cuts and the fewest stashes whose step
-    takes so long at most, and which is less `dear`; any other plan as it is."""
-    return _leanest(made[0], most_s, receive_window) or made
+    """Of a plan whose order follows from costs, that with the fewest stashes whose step takes so long at
+    most, and which is less `dear`; of a small program with cuts near its own, too. Any other as it is."""
+    plan, costs = made[0], made[0].costs
+    if not _follows_from_costs(plan) or costs is None:
+        return made
+    cuts = cut_indices(plan.layout, costs.names)
+    best = _leanest(plan, cuts, most_s, receive_window) or made
+
+    def better(other: Cuts) -> bool:
+        nonlocal best
+        found = _leanest(best[0], other, most_s, receive_window)
+        best = found or best
+        return found is not None
+
+    work = plan.layout.n_stages * plan.numerics.micro_batches
+    walked(len(costs.groups), cuts, LEAN_WORK // work, better)
+    return best
 
 
-def _leanest(plan: Plan, most_s: float, receive_window: int) -> tuple[Plan, Program] | None:
+def _follows_from_costs(plan: Plan) -> bool:
+    return plan.layout.schedule in PLANNED and not plan.layout.recompute
+
+
+def _leanest(plan: Plan, cuts: Cuts, most_s: float, receive_window: int) -> tuple[Plan, Program] | None:
+    """With these cuts; None where none is less dear than `plan`."""
     layout, numerics, costs = plan.layout, plan.numerics, plan.costs
-    if layout.schedule not in PLANNED or layout.recompute or costs is None:
+    if not _follows_from_costs(plan) or costs is None:
         return None
     names = costs.names
-    for order in Orders(costs, layout, numerics).by_room(cut_indices(layout, names), most_s):
+    for order in Orders(costs, layout, numerics).by_room(cuts, most_s):
         with suppress(PlanError, DeadlockError):
             wished = replace(layout, actions=order.actions, receive_window=receive_window)
+            wished = replace(wished, cuts=tuple(names[cut] for cut in cuts))
             other, program = with_window(wished, numerics, costs.ties, names, order.schedule)
             found = Plan(numerics, other, predict(costs, other, program)[0], costs)
             if found.prediction.step_s <= most_s and dear(found) < dear(plan):

@@ -31,7 +31,7 @@ I. That takes the seconds of `remade_s` on top of those of the backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -306,6 +306,26 @@ def neighbours(n_groups: int, cuts: Cuts) -> list[tuple[int, Cuts]]:
     """All that have one cut elsewhere by one group, each with the number of that cut."""
     moved = ((i, (*cuts[:i], cuts[i] + d, *cuts[i + 1 :])) for i in range(len(cuts)) for d in (-1, 1))
     return [(i, other) for i, other in moved if are_cuts(n_groups, other)]
+
+
+def walked(n_groups: int, cuts: Cuts, most: int, better: Callable[[Cuts], bool]) -> Cuts:
+    """From these cuts on, where some beside each other are moved by a group or two: the first that are better
+    than those before are gone on from, few moves before many, until none are or `most` were looked at."""
+    spans = sorted(
+        itertools.combinations(range(len(cuts) + 1), 2), key=lambda span: (span[1] - span[0], span)
+    )
+    moves, seen, since = [*itertools.product(spans, (-2, -1, 1, 2))], {cuts}, 0  # since the last gain
+    for (i, j), by in itertools.cycle(moves):
+        if since == len(moves) or len(seen) > most:
+            break
+        since += 1
+        other = (*cuts[:i], *(cut + by for cut in cuts[i:j]), *cuts[j:])
+        if other in seen or not are_cuts(n_groups, other):
+            continue
+        seen.add(other)
+        if better(other):
+            cuts, since = other, 0
+    return cuts
 
 
 def in_order(costs: Costs, order: Sequence[int]) -> Costs:

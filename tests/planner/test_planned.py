@@ -16,10 +16,10 @@ from mpipipe.planner.asked import Asked, schedules_of
 from mpipipe.planner.joint import search
 from mpipipe.planner.orders import Orders
 from mpipipe.planner.partition import Wish
-from mpipipe.planner.prediction import EQUAL, LIKE
+from mpipipe.planner.prediction import EQUAL, LIKE, dear
 from mpipipe.planner.programs import cut_indices, with_window
 from mpipipe.planner.schedules import planned_by_room, work_of
-from mpipipe.planner.search import plan_of
+from mpipipe.planner.search import leaner, plan_of
 from mpipipe.values import Costs, Layout, Link, Op, Plan, StageCost, Tie, from_json, to_json
 
 NAMES = [f"g{i}" for i in range(6)]
@@ -363,3 +363,23 @@ def test_a_cut_that_fits_without_is_not_taken_where_recomputation_is_shorter() -
         steps.append(make_plan(costs, numerics(8), "1f1b", 2, 4, 1, "auto")[0])
     lengths = [plan.prediction.step_s for plan in steps]
     assert lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.slow
+def test_less_memory_is_looked_for_with_other_cuts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the step takes no longer than it may, and the plan is less dear."""
+    less = 0
+    for seed in range(10):
+        made = make_plan(drawn(seed, HUGE, 2), numerics(8), "v-planned", 4, 2)
+        most_s = LIKE * made[0].prediction.step_s
+        with monkeypatch.context() as at:
+            at.setattr("mpipipe.planner.search.LEAN_WORK", 0)
+            there = leaner(made, most_s, 4)[0]
+        assert there.layout.cuts == made[0].layout.cuts
+        found, program = leaner(made, most_s, 4)
+        assert found.prediction.step_s <= most_s
+        assert dear(found) <= dear(there) <= dear(made[0])
+        assert plan_of(found.costs or COSTS, found.numerics, found.layout).prediction == found.prediction
+        assert program.receive_window == found.layout.receive_window
+        less += dear(found) < dear(there)
+    assert less

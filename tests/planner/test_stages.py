@@ -12,7 +12,7 @@ from planner_cases import HUGE, all_cuts, cluster, group, naive_fixed_bytes, pro
 
 from mpipipe.errors import PlanError
 from mpipipe.planner import StageTie, stage_costs, stage_ties
-from mpipipe.planner.stages import Ranges
+from mpipipe.planner.stages import Ranges, walked
 from mpipipe.values import RECOMPUTE, Costs, Recompute, StageCost, Tie
 
 
@@ -134,3 +134,22 @@ def test_tensors_of_a_micro_batch_at_work_are_those_of_its_heaviest_moment(
                 for i, (s, group, g) in enumerate(zip(stashed, stage, grads, strict=True))
             )
             assert ending.in_two_bytes[first] == max(0, heaviest - stashed[-1])
+
+
+@pytest.mark.parametrize(("most", "least"), [(1000, 0), (3, 7)])
+def test_a_walk_goes_where_each_step_is_better(most: int, least: int) -> None:
+    target, seen = (6, 8, 10), list[tuple[int, ...]]()
+    left = 12
+
+    def nearer(cuts: tuple[int, ...]) -> bool:
+        nonlocal left
+        seen.append(cuts)
+        away = sum(abs(a - b) for a, b in zip(cuts, target, strict=True))
+        gains, left = away < left, min(left, away)
+        return gains
+
+    found = walked(12, (2, 4, 6), most, nearer)
+    assert left >= least
+    assert (found == target) == (most == 1000)
+    assert len({*seen, (2, 4, 6)}) == len(seen) + 1 <= most + 1, "each is looked at once"
+    assert all(0 < a < b < c < 12 for a, b, c in seen)
