@@ -141,15 +141,16 @@ def check_trained(variants: Variants, unused: str) -> None:
 
 
 def check_named(variants: Variants, bits: str) -> None:
-    """Kernels that a model calls by their names have bits of their own, which go by the instruction set."""
+    """Kernels that a model calls by their names have bits of their own, which go by the instruction set. One
+    that has those of torch is not there without them, and then the graph is another one."""
     if bits != "torch":
         return
     for node in variants.primary.order:
         name = schema_name(node)
         if name.startswith("mpipipe::") and name not in SAME_BITS:
             raise MpipipeError(
-                f"{source_line(node)}\n  calls {name}, a kernel with bits of its own, and bits = torch has "
-                "those of PyTorch: set train.bits=fast (in a script bits='fast'), which records kernels, "
+                f"{source_line(node)}\n  calls {name}, a kernel by its name, and bits = torch has those of "
+                "PyTorch: set train.bits=fast (in a script bits='fast'), which records kernels, "
                 "or kernels: off (kernels=False), or call torch's function"
             )
 

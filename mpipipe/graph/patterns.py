@@ -93,7 +93,7 @@ class _Finder:
 
     def replaceable(self, match: Match) -> bool:
         """Plain operators of this group order, whose inner results nobody else reads, and nothing of which is
-        ever written in place, if that matters."""
+        ever written in place, or where that does not matter."""
         a, inside = self.anatomy, set(match.nodes)
         for n in match.nodes:
             if n not in a.index or not region_of(n).plain:
@@ -101,10 +101,8 @@ class _Finder:
             others = any(u in a.needed and u not in inside for u in n.users)
             if n not in match.results and (others or n in self.outputs or n in self.kept):
                 return False
-        if (
-            match.op is max_pool2d
-        ):  # in the place of one operator, and keeps neither what it reads nor its result
-            return True
+        if match.op is max_pool2d:  # in the place of one operator, and its backward reads no values
+            return all(a.last_write.get(a.root(n), -1) < a.index[match.first] for n in match.inputs)
         return not any(a.root(n) in a.last_write for n in (*match.inputs, *match.nodes))
 
     # -- whole layers --------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def max_pool2d(
     dilation: Pair = 1,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """As torch.nn.functional.max_pool2d, with its errors: x (B, C, H, W) or (C, H, W) -> the same with fewer
-    places."""
-    by = kernel_size if stride is None or (not isinstance(stride, int) and len(stride) == 0) else stride
+    """As torch.nn.functional.max_pool2d, which refuses what does not fit: x (B, C, H, W) or (C, H, W) -> the
+    same with fewer places."""
+    by = kernel_size if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
     sizes = _sizes(x.shape[-2:], kernel_size, by, padding, dilation, ceil_mode) if _served(x) else None
     if sizes is None:
         return F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)

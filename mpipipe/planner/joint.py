@@ -297,6 +297,7 @@ class _Finder:
         exact = self.exact and not self.was_late
         best = min(self.tried, key=lambda t: t.step_s)
         tried = tuple(self._leaner(t, best) for t in self.tried)
+        best = min((best, *tried), key=lambda t: t.step_s)  # other cuts may have made one shorter
         return Joint(preferred(tried, best), tried, exact, self.was_late)
 
     @property
@@ -313,7 +314,9 @@ class _Finder:
             n_ranks * largest_share(tried.micro_batches, tried.copies) > MOST_PLANNED
         ):  # to look for fewer stashes takes longer than to find it
             return tried
-        return replace(tried, made=leaner(tried.made, most_s, self.asked.receive_window))
+        made = leaner(tried.made, most_s, self.asked.receive_window, walk=not self.was_late)
+        bound_s = None if tried.bound_s is None else min(tried.bound_s, step_s(made))
+        return replace(tried, made=made, bound_s=bound_s)
 
     def _nothing(self) -> PlanError | DeadlockError:
         if not self.errors:

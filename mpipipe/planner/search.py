@@ -298,9 +298,12 @@ def plan_of(costs: Costs, numerics: Numerics, layout: Layout) -> Plan:
     return Plan(numerics, layout, prediction, costs)
 
 
-def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tuple[Plan, Program]:
+def leaner(
+    made: tuple[Plan, Program], most_s: float, receive_window: int, walk: bool = True
+) -> tuple[Plan, Program]:
     """Of a plan whose order follows from costs, that with the fewest stashes whose step takes so long at
-    most, and which is less `dear`; of a small program with cuts near its own, too. Any other as it is."""
+    most, and which is less `dear`; any other plan as it is. walk: of a small program, then also with cuts
+    near its own, whichever are less dear."""
     plan, costs = made[0], made[0].costs
     if not _follows_from_costs(plan) or costs is None:
         return made
@@ -313,8 +316,9 @@ def leaner(made: tuple[Plan, Program], most_s: float, receive_window: int) -> tu
         best = found or best
         return found is not None
 
-    work = plan.layout.n_stages * plan.numerics.micro_batches
-    walked(len(costs.groups), cuts, LEAN_WORK // work, better)
+    most = LEAN_WORK // (plan.layout.n_stages * plan.numerics.micro_batches)
+    if walk and most >= 4 * len(cuts):  # else not even each cut alone could be moved
+        walked(len(costs.groups), cuts, most, better)
     return best
 
 
