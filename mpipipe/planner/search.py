@@ -40,7 +40,7 @@ from mpipipe.planner.uneven import balanced
 from mpipipe.values import RECOMPUTE, Costs, Layout, Numerics, Plan, Program
 
 REFINE_WORK = 512  # stages x micro-batches, of all copies, up to which neighbouring cuts are simulated
-LEAN_WORK = 1 << 11  # stages x micro-batches, of all cuts that are tried for less memory
+LEAN_WORK = 1 << 10  # stages x micro-batches, of all cuts that are tried for less memory
 
 
 def make_plan(
