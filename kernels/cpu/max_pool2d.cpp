@@ -29,8 +29,8 @@ struct Best {
     }
 };
 
-// n windows of k x k places beside each other, `by` columns apart, of rows of w. Places are not bytes here: vectors would
-// have as many of them as bytes, more than a row of a small image has.
+// n windows of k x k places beside each other, `by` columns apart, of rows of w. Places are not bytes here: vectors
+// would have as many of them as bytes, more than a row of a small image has.
 template <int k, int by, typename T>
 [[gnu::noinline]] void pool_row(const T* __restrict x, ptrdiff_t w, T* __restrict y, int32_t* __restrict which,
                                 ptrdiff_t n) {
