@@ -24,6 +24,7 @@ class Match:
     atomic: bool = True  # no cut may part it
     contested: bool = True  # whether it may be slower than torch's; if not, `form` is in no table
     same_bits: bool = False  # as torch's on a processor: used there whatever the bits are to be
+    keeps_values: bool = True  # of its inputs or results, for backward: nothing may write them in place
     product: str = ""  # form of a matrix product in it, which `op` makes by the kernel gemm with own=True
 
     @property

@@ -101,7 +101,7 @@ class _Finder:
             others = any(u in a.needed and u not in inside for u in n.users)
             if n not in match.results and (others or n in self.outputs or n in self.kept):
                 return False
-        if match.op is max_pool2d:  # in the place of one operator, and its backward reads no values
+        if not match.keeps_values:  # what it reads may be written before it, and its result
             return all(a.last_write.get(a.root(n), -1) < a.index[match.first] for n in match.inputs)
         return not any(a.root(n) in a.last_write for n in (*match.inputs, *match.nodes))
 
@@ -405,7 +405,9 @@ class _Finder:
             return None
         args = tuple(arguments_of(node).values())
         form = f"max_pool2d {'x'.join(map(str, val(node).shape[-3:]))} {dtype_of(node)}"
-        return Match(max_pool2d, form, (node,), (node,), args, contested=False, same_bits=True)
+        return Match(
+            max_pool2d, form, (node,), (node,), args, contested=False, same_bits=True, keeps_values=False
+        )
 
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param

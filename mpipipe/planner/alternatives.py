@@ -334,9 +334,7 @@ class _Asked:
         slow = int(now.argmax())
         if now[slow] > before.max() * (1 + 1e-6):
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
-        if cuts != self.cuts:
-            return f"no stage is slower; {self._bubbles_and_memory(p)}"
-        return self._bubbles_and_memory(p)
+        return f"{'no stage is slower; ' if cuts != self.cuts else ''}{self._bubbles_and_memory(p)}"
 
     def _bubbles_and_memory(self, p: Prediction) -> str:
         peaks = np.array(self.plan.prediction.peak_bytes)

@@ -278,7 +278,8 @@ class _Making:
         most_s = min(plan.prediction.step_s for plan in plans) * self.like
 
         def dearness(plan: Plan) -> float:
-            lean = _leanest(plan, cut_indices(plan.layout, self.costs.names), most_s, self.receive_window)
+            orders, cuts = _orders_of(plan), cut_indices(plan.layout, self.costs.names)
+            lean = _leanest(orders, plan, cuts, most_s, self.receive_window) if orders else None
             return dear(lean[0] if lean else plan)
 
         return min((plan for plan in plans if plan.prediction.step_s <= most_s), key=dearness)
@@ -304,15 +305,15 @@ def leaner(
     """Of a plan whose order follows from costs, that with the fewest stashes whose step takes so long at
     most, and which is less `dear`; any other plan as it is. walk: of a small program, then also with cuts
     near its own, whichever are less dear."""
-    plan, costs = made[0], made[0].costs
-    if not _follows_from_costs(plan) or costs is None:
+    plan, costs, orders = made[0], made[0].costs, _orders_of(made[0])
+    if orders is None or costs is None:
         return made
     cuts = cut_indices(plan.layout, costs.names)
-    best = _leanest(plan, cuts, most_s, receive_window) or made
+    best = _leanest(orders, plan, cuts, most_s, receive_window) or made
 
     def better(other: Cuts) -> bool:
         nonlocal best
-        found = _leanest(best[0], other, most_s, receive_window)
+        found = _leanest(orders, best[0], other, most_s, receive_window)
         best = found or best
         return found is not None
 
@@ -322,20 +323,24 @@ def leaner(
     return best
 
 
-def _follows_from_costs(plan: Plan) -> bool:
-    return plan.layout.schedule in PLANNED and not plan.layout.recompute
-
-
-def _leanest(plan: Plan, cuts: Cuts, most_s: float, receive_window: int) -> tuple[Plan, Program] | None:
-    """With these cuts; None where none is less dear than `plan`."""
-    layout, numerics, costs = plan.layout, plan.numerics, plan.costs
-    if not _follows_from_costs(plan) or costs is None:
+def _orders_of(plan: Plan) -> Orders | None:
+    """For any cuts; None for a plan whose order does not follow from costs, or that makes something again."""
+    if plan.layout.schedule not in PLANNED or plan.layout.recompute or plan.costs is None:
         return None
+    return Orders(plan.costs, plan.layout, plan.numerics)
+
+
+def _leanest(
+    orders: Orders, plan: Plan, cuts: Cuts, most_s: float, receive_window: int
+) -> tuple[Plan, Program] | None:
+    """With these cuts; None where none is less dear than `plan`. orders: `_orders_of` it."""
+    numerics, costs = plan.numerics, plan.costs
+    assert costs is not None
     names = costs.names
-    for order in Orders(costs, layout, numerics).by_room(cuts, most_s):
+    layout = replace(plan.layout, cuts=tuple(names[cut] for cut in cuts), receive_window=receive_window)
+    for order in orders.by_room(cuts, most_s):
         with suppress(PlanError, DeadlockError):
-            wished = replace(layout, actions=order.actions, receive_window=receive_window)
-            wished = replace(wished, cuts=tuple(names[cut] for cut in cuts))
+            wished = replace(layout, actions=order.actions)
             other, program = with_window(wished, numerics, costs.ties, names, order.schedule)
             found = Plan(numerics, other, predict(costs, other, program)[0], costs)
             if found.prediction.step_s <= most_s and dear(found) < dear(plan):
