@@ -15,7 +15,7 @@ Where ranks share cores, all this is as if no rank ever left its share to others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from mpipipe.planner.copies import (
 from mpipipe.planner.crowded import uncrowded
 from mpipipe.planner.every_cut import ROUNDING, EveryCut, Made, step_s
 from mpipipe.planner.placing import any_order_bound_s
-from mpipipe.planner.prediction import EQUAL, LIKE, dear, norm_seconds
+from mpipipe.planner.prediction import EQUAL, FOR_MEMORY, LIKE, dear, fullest, norm_seconds
 from mpipipe.planner.schedules import BY_HAND, FILLED, PLAIN, PLANNED, build, check, stages_on
 from mpipipe.planner.search import leaner, make_plan
 from mpipipe.planner.uneven import promising_shapes
@@ -46,6 +46,8 @@ MOST_BRIEF = 1 << 15  # stages times micro-batches of all that are made so in a 
 MOST_FILLED = 1 << 14  # the others that are made action by action
 MOST_COMPARED = 1 << 17  # all but 1f1b and zb-h1: programs of so many ranks are large, and kept
 LEAST_COMPARED = (PLAIN[0], "zb-h1")
+MOST_AGAIN = 1 << 7  # stages times micro-batches of a plan for which one with less memory is searched
+LIMIT, LESS = 0.97, 0.9  # of what its fullest rank needs: what that one may have, and is worth a longer step
 MOST_SWEPT = 1 << 12  # groups times ranks: beyond, cuts with recomputation are looked for by 1f1b alone
 SKIPPED = "not tried here; pipeline.schedule="
 
@@ -91,7 +93,8 @@ class Tried:
 @dataclass(frozen=True)
 class Joint:
     """best: one of `tried`, which are in the order in which they were looked at; exact: nothing that was
-    asked for has a shorter step, but for what `preferred` takes as equal; late: the time was used before."""
+    asked for has a shorter step, but for what `preferred` takes as equal and what is given for memory; late:
+    the time was used before."""
 
     best: Tried
     tried: tuple[Tried, ...]
@@ -173,7 +176,40 @@ def search(
         shapes = promising_shapes(costs[count], asked.of(count), asked.n_ranks) if asked.uneven else []
         for copies in (*asked.copies, *shapes):
             finder.look(count, costs[count], copies)
-    return finder.joint()
+    joint = finder.joint()
+    most_s, several = FOR_MEMORY * min(t.step_s for t in joint.tried), len(asked.schedules) > 1
+    while several and not late() and (other := _with_less(joint, asked, costs, most_s)) is not None:
+        joint = other
+    return joint
+
+
+def _with_less(joint: Joint, asked: Asked, costs: Mapping[int, Costs], most_s: float) -> Joint | None:
+    """With the best plan for ranks that have less memory than that of `joint` needs, where it needs much
+    less, is less `dear` and takes `most_s` at most: a limit finds cuts and orders that nothing else does.
+    None where there is no such plan, or to look for one would take long."""
+    best, count, layout = joint.best, joint.best.micro_batches, joint.plan.layout
+    share, cluster = fullest(joint.plan), costs[count].cluster
+    if layout.n_stages == 1 or layout.recompute or layout.n_stages * count > MOST_AGAIN or not share:
+        return None
+    devices = (replace(d, memory_bytes=math.ceil(LIMIT * share * d.memory_bytes)) for d in cluster.devices)
+    tight = costs[count].but(cluster=replace(cluster, devices=tuple(devices)))
+    alike = [t for t in joint.tried if t.micro_batches == count and t.copies == best.copies]
+    near = {t.schedule for t in alike if least_s(t) <= most_s}  # others are no shorter in less memory
+    schedules = tuple(name for name in asked.schedules if name in near)
+    again = replace(asked, schedules=schedules, copies=(best.copies,), uneven=False, recompute="none")
+    finder = _Finder(again, lambda: False)
+    finder.look(count, tight, best.copies)
+    try:
+        found = finder.joint().best
+    except (PlanError, DeadlockError):
+        return None
+    assert found.made is not None
+    plan = replace(found.made[0], costs=costs[count])
+    same = next(t for t in alike if t.schedule == found.schedule)
+    found = replace(found, made=(plan, found.made[1]), bound_s=same.bound_s)
+    if found.step_s > most_s or found.dear >= best.dear or fullest(plan) > LESS * share:
+        return None
+    return replace(joint, best=found, tried=tuple(found if t is same else t for t in joint.tried))
 
 
 def _bottleneck_s(costs: Costs, n_ranks: int) -> float:

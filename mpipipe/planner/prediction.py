@@ -35,6 +35,7 @@ _THOUGH = {  # by the wish for recomputation
 }
 LIKE = 1.02  # a step that is longer by less is as good: a prediction cannot tell them apart
 EQUAL = 1.003  # likewise, of a schedule that was asked for by name
+FOR_MEMORY = 1.03  # a step may be so much longer for memory that is worth it; no prediction is that exact
 MEMORY_COUNTS = 0.2  # of plans that are nearly as fast: beside the step, relative
 
 

@@ -18,7 +18,7 @@ from mpipipe.planner.copies import (
 )
 from mpipipe.planner.joint import Joint, Tried, least_s
 from mpipipe.planner.noise import WORTH, Noise
-from mpipipe.planner.prediction import LIKE
+from mpipipe.planner.prediction import FOR_MEMORY, LIKE
 from mpipipe.planner.programs import cut_indices
 from mpipipe.planner.sizes import counted, joined, size_text
 from mpipipe.report.progress import MIB, number
@@ -214,8 +214,9 @@ def chosen(joint: Joint, sizes: Sequence[int] = (), seconds: float = 0.0) -> str
         return f"{line}; nothing else fits{end}"
     second = min(others, key=least_s)
     loss = least_s(second) / best.step_s - 1.0
-    if second.made and loss < 0:  # see `mpipipe.planner.joint.preferred`
-        end = f", as good within {LIKE - 1.0:.0%}: the simpler one or that with less memory is taken{end}"
+    if second.made and loss < 0:  # see `mpipipe.planner.joint`
+        within = LIKE if best.step_s <= LIKE * second.step_s else FOR_MEMORY
+        end = f", as good within {within - 1.0:.0%}: the simpler one or that with less memory is taken{end}"
     return f"{line}; next best {_called(second)}: {'' if second.made else 'at least '}{loss:+.1%}{end}"
 
 
