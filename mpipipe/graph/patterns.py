@@ -9,8 +9,9 @@
     linear                               -> the same, adding its weight's gradient in place
     embedding                            -> likewise
     max_pool2d
+    unbind, split, chunk before attention -> parts
 
-The last two have the bits of torch on a processor, and are used whatever they are to be.
+Embeddings and pools have the bits of torch on a processor, and are used whatever they are to be.
 
 Found from the graph alone, on every machine alike, whether they are used or not: groups are formed around
 them. A match is one group, so no cut parts it; but for a norm and the residual add or ReLU beside it, whose
@@ -20,6 +21,7 @@ fused form has the bits of the parts.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,7 @@ from mpipipe.ops.embedding import embedding
 from mpipipe.ops.layer_norm import layer_norm, rms_norm
 from mpipipe.ops.linear import linear
 from mpipipe.ops.max_pool2d import max_pool2d
+from mpipipe.ops.parts import parts
 from mpipipe.ops.swiglu import swiglu
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ _AND = ("aten::__and__", "aten::bitwise_and", "aten::logical_and")
 _SAME = ("aten::expand", "aten::contiguous", "aten::clone", "aten::alias", CAST)  # of a mask: it, broadcast
 _FILL = "aten::masked_fill"
 _SCALES = ("aten::mul", "aten::div", _FILL)
+_PARTS = ("aten::unbind", "aten::split", "aten::split_with_sizes", "aten::chunk")
+_TURNS = ("aten::transpose", "aten::permute")  # views, too
 Seen = tuple[bool, tuple[fx.Node, ...]]  # whether only keys up to a query are, and masks of keys
 
 
@@ -83,7 +88,7 @@ class _Finder:
         self.rules = (
             self.head_loss, self.linear_gelu, self.linear_gelu_new, self.swiglu, self.rms_written_out,
             self.attention, self.layer_norm, self.rms_norm, self.batch_norm, self.linear, self.embedding,
-            self.max_pool2d,
+            self.max_pool2d, self.parts,
         )  # fmt: skip
 
     def by(self, rule: Callable[[fx.Node], Match | None], node: fx.Node) -> Match | None:
@@ -409,6 +414,22 @@ class _Finder:
             max_pool2d, form, (node,), (node,), args, contested=False, same_bits=True, keeps_values=False
         )
 
+    def parts(self, node: fx.Node) -> Match | None:
+        """Equal parts that `flash_attention` may read, and nothing else."""
+        if not self.training or not is_op(node, *_PARTS):
+            return None
+        of = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results, shapes = tuple(of[i] for i in sorted(of)), {part.shape for part in val(node)}
+        if len(node.users) != len(of) or len(of) != len(val(node)) or len(shapes) != 1:
+            return None
+        readers = {_reader(n) for n in results}
+        if len(readers) != 1 or (reader := readers.pop()) is None or not self.by(self.attention, reader):
+            return None
+        x, dim = node.args[0], arguments_of(node)["dim"]
+        size = None if is_op(node, "aten::unbind") else val(results[0]).shape[dim]
+        form = f"parts {len(of)} {dtype_of(x)}"
+        return Match(parts, form, (node, *results), results, (x, dim, size), atomic=False, contested=False)
+
     def _learns(self, weight: Any) -> bool:
         learning, param = self.anatomy.learning, self.anatomy.captured.param
         return isinstance(weight, fx.Node) and param.get(weight) in learning
@@ -418,6 +439,14 @@ class _Finder:
 
 
 # -- looking at nodes ----------------------------------------------------------------------------
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    """What reads it, and nothing else, through views."""
+    reader = only_user(node)
+    while is_op(reader, *VIEWS, *_TURNS):
+        reader = only_user(reader)
+    return reader
 
 
 def _is_mask(node: Any) -> bool:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from mpipipe.ops.library import Function, define, differentiate, once_differentiable, traced, wants_gradient
 from mpipipe.ops.native import by_device, device_type, workers
+from mpipipe.ops.parts import distance
 from mpipipe.ops.pointers import address, check, contiguous
 
 Tensor = torch.Tensor
@@ -132,7 +133,7 @@ class _FlashAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *_backward(grads[0], *ctx.saved_tensors, *ctx.how), None, None, None, None
+        return *_backward(grads[0], *ctx.saved_tensors, *ctx.how, apart=False), None, None, None, None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,6 +152,14 @@ def _like(x: Tensor) -> Tensor:
     contiguous."""
     y = torch.empty_like(x)
     return y if y.stride()[3] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _like_all(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Memory for their gradients: in one tensor where they are parts of one, so that nothing has to bring
+    these together (mpipipe.ops.parts)."""
+    if step := distance((q, k, v)):
+        return q.new_empty(3 * q.numel()).as_strided((3, *q.shape), (step, *q.stride())).unbind()
+    return _like(q), _like(k), _like(v)
 
 
 def _forward(
@@ -172,11 +181,11 @@ def _forward(
 
 def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
-    o: Tensor, lse: Tensor, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    o: Tensor, lse: Tensor, causal: bool, scale: float, *, apart: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     q, k, v, d_o = _rows(q), _rows(k), _rows(v), _rows(d_o)
     key_lengths, key_mask = contiguous(key_lengths), contiguous(key_mask)
-    dq, dk, dv = _like(q), _like(k), _like(v)
+    dq, dk, dv = (_like(q), _like(k), _like(v)) if apart else _like_all(q, k, v)
     _KERNELS[device_type(q), q.dtype][1](
         *_problem(q, k, v, key_lengths, key_mask, causal, scale),
         o.data_ptr(), o.stride(), lse.data_ptr(), d_o.data_ptr(), d_o.stride(),
@@ -233,7 +242,8 @@ def _operator_backward(
     _check_served(q)
     if key_lengths is not None:  # of a GPU that waits for it, as nobody knows who calls
         _check_lengths(key_lengths, k.shape[2])
-    return _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
+    dq, dk, dv = _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
+    return dq, dk, dv
 
 
 def _fake_forward(

@@ -133,6 +133,47 @@ def test_pooling_between_activations_in_place_is_ours_with_the_bits_of_torch(
         assert by_hand.differences(staged(plain, (), batch), one) == []
 
 
+class Packed(nn.Module):
+    """q, k and v of one product, in one of the ways in which it is parted."""
+
+    def __init__(self, way: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.way, self.dropout, self.qkv, self.head = way, dropout, nn.Linear(6, 24), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.qkv(x)  # (B, T, 24), of two heads
+        if self.way == "unbind":
+            q, k, v = y.unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            thirds = y.split(8, dim=-1) if self.way == "split" else y.chunk(3, dim=2)
+            q, k, v = (t.view(*t.shape[:2], 2, 4).transpose(1, 2) for t in thirds)
+        if self.way == "read again":
+            q = q + k
+        z = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return self.head(z.transpose(1, 2).flatten(2)[:, -1])
+
+
+@pytest.mark.parametrize("way", ["unbind", "split", "chunk", "read again", "dropped"])
+@pytest.mark.slow
+def test_parts_that_attention_alone_reads_have_one_gradient(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = {"x": torch.randn(2, 3, 6), "labels": torch.tensor([1, 4])}
+    loss: Loss = lambda y, b: (functional.cross_entropy(y, b["labels"], reduction="sum"), 1.0)  # noqa: E731
+
+    def made() -> Variants:
+        model = lambda: Packed(way, 0.1 if way == "dropped" else 0.0)  # noqa: E731
+        return by_hand.variants_of(model, loss, batch).lowered(Lowering("fast"))
+
+    ours = made()
+    assert lowered(ours)["parts++"] == (way in ("unbind", "split", "chunk"))
+    found = [staged(ours, cuts, batch) for cuts in every_cut(ours, 2)]
+    monkeypatch.setattr(patterns._Finder, "parts", lambda self, node: None)
+    plain = staged(made(), (), batch)
+    for one in found:
+        assert by_hand.differences(plain, one) == []
+
+
 def test_on_a_gpu_they_leave_the_embedding_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose sums of a row are in another order there."""
     monkeypatch.setattr("mpipipe.graph.anatomy.on_host", lambda: False)
