@@ -69,7 +69,7 @@ from mpipipe.ops.native import use_kernels
 from mpipipe.own_schedules import make_known
 from mpipipe.planner.asked import Asked, Replicas, check_groups, copies_of, counts_of, schedules_of
 from mpipipe.planner.crowded import is_crowded
-from mpipipe.planner.joint import search
+from mpipipe.planner.joint import search, with_less_memory
 from mpipipe.planner.mirrors import with_mirrors
 from mpipipe.planner.partition import Wish
 from mpipipe.planner.prediction import expect_plan, predict
@@ -410,17 +410,19 @@ class Pipeline(SharedWork):
         else:
             self.costs, self.timed = settled.costs, settled.timed
         self.memory.restart()  # what the timing took has been given back
-        self.plan = self.plan_for(asked, given, settled)
+        self.plan = self.plan_for(asked, given, settled, first=True)
         self.planning_s = time.perf_counter() - started + (settled.seconds if settled else 0.0)
         self.search_s += settled.seconds if settled else 0.0
 
-    def plan_for(self, asked: Asked, given: Plan | None = None, settled: Settled | None = None) -> Plan:
+    def plan_for(
+        self, asked: Asked, given: Plan | None = None, settled: Settled | None = None, first: bool = False
+    ) -> Plan:
         """Rank 0 plans, or predicts what a given plan will take; all ranks prove that they have the same
-        model, plan and program. Collective."""
+        model, plan and program. first: there is none to compare it with. Collective."""
         graph, comm, started = self.variants.graph, self.comm, time.perf_counter()
         self.mirrors_why = self.search_why = ""
         text = from_root(
-            comm, lambda: to_json(replace(self._planned(asked, given, settled), costs=None), None)
+            comm, lambda: to_json(replace(self._planned(asked, given, settled, first), costs=None), None)
         )
         self.search_s = time.perf_counter() - started
         plan = replace(from_json(Plan, text), costs=self.costs)  # which are everywhere
@@ -428,12 +430,14 @@ class Pipeline(SharedWork):
         agree(comm, {"graph": graph.hash, "plan": plan.hash, "program": program.hash})
         return plan
 
-    def _planned(self, asked: Asked, given: Plan | None, settled: Settled | None) -> Plan:
+    def _planned(self, asked: Asked, given: Plan | None, settled: Settled | None, first: bool) -> Plan:
         """On rank 0 alone."""
         if given is not None:
             plan = plan_of(self.costs, self.numerics, replace(given.layout, mirror_every=0))
         else:
             joint = (settled and settled.joint) or search(asked, lambda _: self.costs)
+            if first:
+                joint = with_less_memory(joint, asked)
             plan = joint.plan
             if is_crowded(self.costs.cluster):  # which the search leaves out
                 plan = replace(plan, prediction=expect_plan(plan, self.costs)[0])

@@ -19,7 +19,7 @@ from mpipipe.graph.anatomy import Lowering
 from mpipipe.graph.variants import Variants
 from mpipipe.graph.work import Tallier
 from mpipipe.planner.asked import Asked, copies_of, counts_of, schedules_of
-from mpipipe.planner.joint import Joint
+from mpipipe.planner.joint import Joint, with_less_memory
 from mpipipe.planner.sizing import settle, usual_size
 from mpipipe.runtime.costing import Found, Updates, bytes_per_param_byte, costs_of, saved_bytes
 from mpipipe.runtime.modelling import find
@@ -105,10 +105,10 @@ class Costing:
     def search(self, budget_s: float = math.inf) -> Joint:
         """The best plan, or the best so far when the time is used. Raises PlanError."""
         end = time.perf_counter() + budget_s
-        asked = self.asked_on(self.asked.n_ranks)
-        joint, _ = settle(asked, self._take, lambda: time.perf_counter() > end)
+        asked, late = self.asked_on(self.asked.n_ranks), lambda: time.perf_counter() > end
+        joint, _ = settle(asked, self._take, late)
         assert joint is not None
-        return joint
+        return with_less_memory(joint, asked, late)
 
     def usual(self) -> Costs:
         """Of micro-batches of a usual size, and of the ranks that were named first."""

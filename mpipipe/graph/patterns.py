@@ -415,19 +415,21 @@ class _Finder:
         )
 
     def parts(self, node: fx.Node) -> Match | None:
-        """Equal parts that `flash_attention` may read, and nothing else."""
+        """Three equal ones that `flash_attention` may read, and nothing else: q, k and v in any order."""
         if not self.training or not is_op(node, *_PARTS):
             return None
         of = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        results, shapes = tuple(of[i] for i in sorted(of)), {part.shape for part in val(node)}
-        if len(node.users) != len(of) or len(of) != len(val(node)) or len(shapes) != 1:
+        if len(node.users) != len(of) or len(val(node)) != 3 or of.keys() != {0, 1, 2}:
+            return None
+        results = of[0], of[1], of[2]
+        if len({val(n).shape for n in results}) != 1:
             return None
         readers = {_reader(n) for n in results}
         if len(readers) != 1 or (reader := readers.pop()) is None or not self.by(self.attention, reader):
             return None
         x, dim = node.args[0], arguments_of(node)["dim"]
         size = None if is_op(node, "aten::unbind") else val(results[0]).shape[dim]
-        form = f"parts {len(of)} {dtype_of(x)}"
+        form = f"parts {dtype_of(x)}"
         return Match(parts, form, (node, *results), results, (x, dim, size), atomic=False, contested=False)
 
     def _learns(self, weight: Any) -> bool:

@@ -154,11 +154,12 @@ def _like(x: Tensor) -> Tensor:
     return y if y.stride()[3] == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _like_all(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _like_all(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for their gradients: in one tensor where they are parts of one, so that nothing has to bring
     these together (mpipipe.ops.parts)."""
     if step := distance((q, k, v)):
-        return q.new_empty(3 * q.numel()).as_strided((3, *q.shape), (step, *q.stride())).unbind()
+        dq, dk, dv = q.new_empty(3 * q.numel()).as_strided((3, *q.shape), (step, *q.stride())).unbind()
+        return dq, dk, dv
     return _like(q), _like(k), _like(v)
 
 
@@ -182,7 +183,7 @@ def _forward(
 def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, key_lengths: Keys, key_mask: Keys,
     o: Tensor, lse: Tensor, causal: bool, scale: float, *, apart: bool = True,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, d_o = _rows(q), _rows(k), _rows(v), _rows(d_o)
     key_lengths, key_mask = contiguous(key_lengths), contiguous(key_mask)
     dq, dk, dv = (_like(q), _like(k), _like(v)) if apart else _like_all(q, k, v)
@@ -242,8 +243,7 @@ def _operator_backward(
     _check_served(q)
     if key_lengths is not None:  # of a GPU that waits for it, as nobody knows who calls
         _check_lengths(key_lengths, k.shape[2])
-    dq, dk, dv = _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
-    return dq, dk, dv
+    return _backward(d_o, q, k, v, key_lengths, key_mask, _rows(o), lse.contiguous(), causal, scale)
 
 
 def _fake_forward(

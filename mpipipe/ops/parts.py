@@ -19,8 +19,9 @@ Tensor = torch.Tensor
 
 def parts(x: Tensor, dim: int, size: int | None = None) -> tuple[Tensor, ...]:
     """Views of x along a dimension: of `size` each, which divides it, as torch.split gives them; None:
-    without that dimension, as torch.unbind does. The same bits, forward and backward."""
-    if traced(x) or not wants_gradient(x):
+    without that dimension, as torch.unbind does. The bits are torch's, forward and backward; the gradient
+    has x's strides, where x has no gaps."""
+    if torch.compiler.is_compiling() or not wants_gradient(x):
         return _parts(x, dim, size)
     result: tuple[Tensor, ...] = _Parts.apply(x, dim, size)
     return result
@@ -33,23 +34,28 @@ def _parts(x: Tensor, dim: int, size: int | None) -> tuple[Tensor, ...]:
 class _Parts(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, size: int | None) -> tuple[Tensor, ...]:
-        ctx.dim, ctx.size = dim % x.dim(), size
+        ctx.how, ctx.shape = (dim, size), x.shape
+        ctx.strides = torch.empty_like(x, device="meta").stride()
         return _parts(x, dim, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        step = distance(grads)
-        shape, strides = list(grads[0].shape), list(grads[0].stride())
-        if ctx.size is None:
-            shape.insert(ctx.dim, len(grads))
-            strides.insert(ctx.dim, step)
-        elif step == ctx.size * strides[ctx.dim]:
-            shape[ctx.dim] *= len(grads)
-        else:
-            step = 0
-        if not step:
-            return (torch.stack if ctx.size is None else torch.cat)(grads, ctx.dim), None, None
-        return grads[0].as_strided(shape, strides), None, None
+        if torch.is_grad_enabled():  # a view of the first one would have no way back to the others
+            dim, size = ctx.how
+            return (torch.stack if size is None else torch.cat)(grads, dim), None, None
+        first = grads[0]
+        if not traced(*grads) and distance(grads):
+            whole = first.as_strided(ctx.shape, ctx.strides)
+            if all(_same(a, b) for a, b in zip(_parts(whole, *ctx.how), grads, strict=True)):
+                return whole, None, None
+        whole = first.new_empty_strided(ctx.shape, ctx.strides)
+        for part, grad in zip(_parts(whole, *ctx.how), grads, strict=True):
+            part.copy_(grad)
+        return whole, None, None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 def distance(tensors: Sequence[Tensor]) -> int:

@@ -15,7 +15,8 @@ Where ranks share cores, all this is as if no rank ever left its share to others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -93,8 +94,8 @@ class Tried:
 @dataclass(frozen=True)
 class Joint:
     """best: one of `tried`, which are in the order in which they were looked at; exact: nothing that was
-    asked for has a shorter step, but for what `preferred` takes as equal and what is given for memory; late:
-    the time was used before."""
+    asked for has a shorter step, but for what `preferred` takes as equal and `with_less_memory` for worth it;
+    late: the time was used before."""
 
     best: Tried
     tried: tuple[Tried, ...]
@@ -176,40 +177,45 @@ def search(
         shapes = promising_shapes(costs[count], asked.of(count), asked.n_ranks) if asked.uneven else []
         for copies in (*asked.copies, *shapes):
             finder.look(count, costs[count], copies)
-    joint = finder.joint()
-    most_s, several = FOR_MEMORY * min(t.step_s for t in joint.tried), len(asked.schedules) > 1
-    while several and not late() and (other := _with_less(joint, asked, costs, most_s)) is not None:
+    return finder.joint()
+
+
+def with_less_memory(joint: Joint, asked: Asked, late: Callable[[], bool] = lambda: False) -> Joint:
+    """Of what was found for `asked`, where the schedule was left open: with a plan whose step is up to
+    `FOR_MEMORY` times the shortest and that needs much less memory, while there is one. For the plan that is
+    to run: plans that are compared should be the shortest."""
+    most_s = FOR_MEMORY * min(t.step_s for t in joint.tried)
+    while len(asked.schedules) > 1 and (other := _with_less(joint, asked, most_s, late)) is not None:
         joint = other
     return joint
 
 
-def _with_less(joint: Joint, asked: Asked, costs: Mapping[int, Costs], most_s: float) -> Joint | None:
-    """With the best plan for ranks that have less memory than that of `joint` needs, where it needs much
-    less, is less `dear` and takes `most_s` at most: a limit finds cuts and orders that nothing else does.
-    None where there is no such plan, or to look for one would take long."""
-    best, count, layout = joint.best, joint.best.micro_batches, joint.plan.layout
-    share, cluster = fullest(joint.plan), costs[count].cluster
+def _with_less(joint: Joint, asked: Asked, most_s: float, late: Callable[[], bool]) -> Joint | None:
+    """With what is least `dear` for ranks that have less memory than the plan of `joint` needs: a limit finds
+    cuts and orders that nothing else does. None where that gains little, or to look for it would take long;
+    only orders that follow from costs are made for it."""
+    best, layout, costs = joint.best, joint.plan.layout, joint.costs
+    share, count, devices = fullest(joint.plan), best.micro_batches, costs.cluster.devices
     if layout.n_stages == 1 or layout.recompute or layout.n_stages * count > MOST_AGAIN or not share:
         return None
-    devices = (replace(d, memory_bytes=math.ceil(LIMIT * share * d.memory_bytes)) for d in cluster.devices)
-    tight = costs[count].but(cluster=replace(cluster, devices=tuple(devices)))
-    alike = [t for t in joint.tried if t.micro_batches == count and t.copies == best.copies]
-    near = {t.schedule for t in alike if least_s(t) <= most_s}  # others are no shorter in less memory
-    schedules = tuple(name for name in asked.schedules if name in near)
+    devices = tuple(replace(d, memory_bytes=math.ceil(LIMIT * share * d.memory_bytes)) for d in devices)
+    tight = costs.but(cluster=replace(costs.cluster, devices=devices))
+    alike = {t.schedule: t for t in joint.tried if t.micro_batches == count and t.copies == best.copies}
+    schedules = tuple(name for name in PLANNED if name in alike and least_s(alike[name]) <= most_s)
     again = replace(asked, schedules=schedules, copies=(best.copies,), uneven=False, recompute="none")
-    finder = _Finder(again, lambda: False)
+    finder = _Finder(again, late)
     finder.look(count, tight, best.copies)
-    try:
-        found = finder.joint().best
-    except (PlanError, DeadlockError):
-        return None
-    assert found.made is not None
-    plan = replace(found.made[0], costs=costs[count])
-    same = next(t for t in alike if t.schedule == found.schedule)
-    found = replace(found, made=(plan, found.made[1]), bound_s=same.bound_s)
-    if found.step_s > most_s or found.dear >= best.dear or fullest(plan) > LESS * share:
-        return None
-    return replace(joint, best=found, tried=tuple(found if t is same else t for t in joint.tried))
+    with suppress(PlanError, DeadlockError):
+        found = min(
+            (t for t in finder.joint().tried if t.step_s <= most_s), key=lambda t: t.dear, default=None
+        )
+        if found is None or found.made is None or late():
+            return None
+        same, plan = alike[found.schedule], replace(found.made[0], costs=costs)
+        found = replace(found, made=(plan, found.made[1]), bound_s=same.bound_s)
+        if found.dear < best.dear and fullest(plan) <= LESS * share:
+            return replace(joint, best=found, tried=tuple(found if t is same else t for t in joint.tried))
+    return None
 
 
 def _bottleneck_s(costs: Costs, n_ranks: int) -> float:

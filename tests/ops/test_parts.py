@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from mpipipe.ops import flash_attention, kernels
 from mpipipe.ops.parts import distance, parts
 
-MODULE = importlib.import_module("mpipipe.ops.parts")
 SHAPE = 2, 5, 3, 4, 8  # samples, tokens, parts, heads, width
 
 
@@ -66,11 +64,32 @@ def test_what_attention_has_put_together_is_not_copied(way: str, monkeypatch: py
         raise AssertionError("the gradients are copied")
 
     expected = gradient(WAYS[way][1], attention)
-    for name in ("stack", "cat"):
-        monkeypatch.setattr(MODULE.torch, name, refuse)
+    monkeypatch.setattr(Tensor, "new_empty_strided", refuse)
     assert all(map(torch.equal, expected, gradient(WAYS[way][1], attention)))
     with pytest.raises(AssertionError, match="copied"):
         gradient(WAYS[way][1], lambda q, k, v: (q * k).exp() + v)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_gradient_has_the_strides_of_what_is_parted(together: bool) -> None:
+    base = torch.randn(2, 3, 8, 5).permute(0, 3, 1, 2).requires_grad_()
+    seen: list[Tensor] = []
+    x = base * 1.0
+    x.register_hook(seen.append)
+    a, b, c = parts(x, 2)
+    grads = torch.randn(2, 3, 8, 5).permute(0, 3, 1, 2).unbind(2)
+    torch.autograd.backward((a, b, c), grads if together else [g.contiguous() for g in grads])
+    assert seen[0].stride() == x.stride()
+    assert torch.equal(seen[0], torch.stack(grads, 2))
+
+
+def test_second_derivatives_are_those_of_torch() -> None:
+    def second(split: Callable[[Tensor], tuple[Tensor, ...]]) -> Tensor:
+        x = torch.arange(1.0, 7.0).view(3, 2).requires_grad_()
+        (g,) = torch.autograd.grad(torch.stack(split(x)).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.sum(), x)[0]
+
+    assert torch.equal(second(lambda x: parts(x, 0)), second(lambda x: x.unbind(0)))
 
 
 def test_distance() -> None:
