@@ -9,7 +9,7 @@
     linear                               -> the same, adding its weight's gradient in place
     embedding                            -> likewise
     max_pool2d
-    unbind, split, chunk before attention -> parts
+    unbind, split, chunk of q, k and v   -> parts
 
 Embeddings and pools have the bits of torch on a processor, and are used whatever they are to be.
 

@@ -1,8 +1,10 @@
 """Equal parts of a tensor, such as q, k and v of one product.
 
-backward of torch    gradients of the parts -> copied into one tensor
-here                 where they lie in one as the parts did, which is what `flash_attention` makes of
-                     parts that it reads, they are that tensor
+    backward of torch    gradients of the parts -> copied into one tensor
+    here                 where they lie in one as the parts did, which is what `flash_attention` makes of
+                         parts that it reads, they are that tensor
+
+A captured graph has it where attention alone reads the parts (mpipipe/graph/patterns.py).
 """
 
 from __future__ import annotations

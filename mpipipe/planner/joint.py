@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -205,17 +204,18 @@ def _with_less(joint: Joint, asked: Asked, most_s: float, late: Callable[[], boo
     again = replace(asked, schedules=schedules, copies=(best.copies,), uneven=False, recompute="none")
     finder = _Finder(again, late)
     finder.look(count, tight, best.copies)
-    with suppress(PlanError, DeadlockError):
-        found = min(
-            (t for t in finder.joint().tried if t.step_s <= most_s), key=lambda t: t.dear, default=None
-        )
-        if found is None or found.made is None or late():
-            return None
-        same, plan = alike[found.schedule], replace(found.made[0], costs=costs)
-        found = replace(found, made=(plan, found.made[1]), bound_s=same.bound_s)
-        if found.dear < best.dear and fullest(plan) <= LESS * share:
-            return replace(joint, best=found, tried=tuple(found if t is same else t for t in joint.tried))
-    return None
+    try:
+        tried = finder.joint().tried
+    except (PlanError, DeadlockError):
+        return None
+    found = min((t for t in tried if t.step_s <= most_s), key=lambda t: t.dear, default=None)
+    if found is None or found.made is None or late():
+        return None
+    same, plan = alike[found.schedule], replace(found.made[0], costs=costs)
+    found = replace(found, made=(plan, found.made[1]), bound_s=same.bound_s)
+    if found.dear >= best.dear or fullest(plan) > LESS * share:
+        return None
+    return replace(joint, best=found, tried=tuple(found if t is same else t for t in joint.tried))
 
 
 def _bottleneck_s(costs: Costs, n_ranks: int) -> float:
