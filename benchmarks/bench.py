@@ -6,7 +6,7 @@
 Ours is the real command line, read from its run folder. Each peer (`benchmarks/peers/`) gets its best
 setting first: the split of a pipeline, the micro-batch of the others. Then each side runs alone, which is
 round 0. Those near the best live side by side and take turns, step by step (`benchmarks/turns.py`); each
-step is a round. A side's figure is the median over its rounds. Progress goes to stderr.
+turn is a round. A side's figure is the median over its rounds. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.budget import OTHER, SETTLED, SIZES, SLOW, Size, estimate_s
+from benchmarks.budget import OTHER, SIZES, SLOW, Size, ahead, estimate_s
 from benchmarks.case import Case
 from benchmarks.common import TIMEOUT_S, machine, say, seconds_text
 from benchmarks.peers import ALONE, SCHEDULES, SIDES
 from benchmarks.results import CEILINGS, OURS, ROWS, VARIANTS, Run, said_of_bars, summary
-from benchmarks.turns import Side, take_turns
+from benchmarks.turns import Side, in_both_orders
 from mpipipe.cluster.node import memory_available_bytes
 from mpipipe.cluster.routes import fastest
 from mpipipe.runtime.routes import measure_routes
@@ -55,11 +55,13 @@ def compare(
         runs[name] = {0: alone(case, name, choices, size.steps)}
     start_s = max(0.0, (time.monotonic() - began) / len(runs) - size.steps * mean_step_s(runs))
     groups = groups_of(runs, memory_available_bytes(os.environ), ceiling)
-    turns_s = sum(turn_s(runs, name, case.ranks) for names in groups for name in names)
-    left_s = limit_s - (time.monotonic() - start) - start_s * sum(map(len, groups))
-    turns = min(size.turns, int(left_s / turns_s) - SETTLED) if groups else 0
+    each_s = {name: turn_s(runs, name, case.ranks) for names in groups for name in names}
+    turns_s = sum(each_s[name] for names in groups for name in names)
+    ahead_s = sum(start_s + ahead(name) * each_s[name] for names in groups for name in names)
+    left_s = limit_s - (time.monotonic() - start) - 2 * ahead_s
+    turns = min(size.turns, int(left_s / turns_s)) if groups else 0
     if turns < LEAST_TURNS:
-        lacks = math.ceil(((SETTLED + LEAST_TURNS) * turns_s - left_s) / 60)
+        lacks = math.ceil((LEAST_TURNS * turns_s - left_s) / 60)
         why = f"they need {lacks} more of --minutes" if groups else "no peer has run"
         say(f"{case.model}: no turns; {why}")
         turns, groups = 0, []
@@ -118,21 +120,22 @@ def by_turns(
     case: Case, names: Sequence[str], choices: dict[str, str], turns: int, first: int,
     runs: dict[str, dict[int, Run]],
 ) -> None:  # fmt: skip
-    """Each step after those that do not count is a round, from round `first` on."""
+    """Each turn is a round, from round `first` on."""
 
     def side(name: str) -> Side[Run]:
-        def run(gate: str) -> Run:
-            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, SETTLED + turns)
+        def run(gate: str, steps: int) -> Run:
+            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, steps)
 
-        return Side(1 if name in ALONE else case.ranks, run)
+        return Side(1 if name in ALONE else case.ranks, run, ahead(name))
 
-    found = take_turns([side(name) for name in names], SETTLED + turns)
-    for name, run in zip(names, found, strict=True):
-        each = run.get("steps_s", ())[SETTLED:]
-        rounds = {first + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
-        runs[name] = runs.get(name, {}) | rounds
-        said = seconds_text(each) if each else f"failed: {run['failed']}"
-        say(f"{case.model} {name}: by turns {said}")
+    found = in_both_orders([side(name) for name in names], turns)
+    for name, (there, back) in zip(names, found, strict=True):
+        rounds = runs.setdefault(name, {})
+        for begin, run in ((first, there), (first + turns - turns // 2, back)):
+            each = run.get("steps_s", ())[ahead(name) :]
+            rounds |= {begin + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
+            said = seconds_text(each) if each else f"failed: {run['failed']}"
+            say(f"{case.model} {name}: by turns {said}")
 
 
 def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int, ceiling: bool = False) -> list[list[str]]:

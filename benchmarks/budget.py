@@ -10,7 +10,8 @@ from benchmarks.results import ROWS, VARIANTS
 
 START_S, COMPILE_S = 5.0, 60.0  # of a run before its first step; of the compiler, whose cache is then filled
 SLOW = 1.2  # a peer that is this much slower than the best one when alone gets no turns
-SETTLED = 9  # steps by turns that are not counted: within them ours plans anew from what its first ones took
+SETTLED = 9  # first steps of ours, that are not counted: within them it plans anew from what they took
+WARM = 1  # of all others
 CONTENDERS = 3  # of the peers, as a guess: those that are
 
 
@@ -26,7 +27,7 @@ class Size:
 SIZES = {
     "gpt10m": Size(turns=10, steps=3, search_steps=2, candidates=2, step_s=2.4),
     "gpt85m": Size(turns=4, steps=2, search_steps=2, candidates=1, step_s=11.5),
-    "vgg": Size(turns=10, steps=3, search_steps=2, candidates=2, step_s=2.8),
+    "vgg": Size(turns=8, steps=3, search_steps=2, candidates=2, step_s=2.8),
 }
 OTHER = Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=3.0)  # any other example
 
@@ -37,9 +38,16 @@ def estimate_s(size: Size, sides: Sequence[str]) -> float:
     choosing = len(set(sides) & {"ddp", "one_process"})  # each of two sizes of micro-batches
     searched = 2 * choosing + (schedules * size.candidates if size.candidates > 1 else 0)
     ours = 1 + len(VARIANTS)
-    contend = len(ROWS) + min(len(sides), CONTENDERS)
+    peers = min(len(sides), CONTENDERS)
     prepare_s = START_S + 3 * size.step_s  # each layer eight times for one micro-batch, and the updates
     search_s = searched * (START_S + size.search_steps * size.step_s)
     alone_s = (ours + len(sides)) * (START_S + size.steps * size.step_s)
-    turns_s = contend * (START_S + (SETTLED + size.turns) * size.step_s)
+    starts_s = 2 * (len(ROWS) + peers) * START_S  # each is started in both orders
+    steps = 2 * (len(ROWS) * SETTLED + peers * WARM) + (len(ROWS) + peers) * size.turns
+    turns_s = starts_s + steps * size.step_s
     return prepare_s + search_s + alone_s + turns_s + COMPILE_S * ("compile" in sides)
+
+
+def ahead(name: str) -> int:
+    """Steps of a side before its turns, in each of its two runs."""
+    return SETTLED if name in ROWS.values() else WARM

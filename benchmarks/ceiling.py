@@ -11,8 +11,9 @@ default schedule on these ranks, on twice as many, which then share the cores, a
 many micro-batches.
 
 A few at a time live side by side and take turns, step by step, with the processes of the ceiling among them,
-which begin each step together. to_ceiling: ceiling / step_s of the same turn; to_simulated:
-predicted_step_s / step_s, of what the schedule could do with its cuts. Medians over steps without the first.
+which begin each step together; after half of the turns all are started anew, in the opposite order.
+to_ceiling: ceiling / step_s of the same turn; to_simulated: predicted_step_s / step_s, of
+what the schedule could do with its cuts. Medians over turns; before them each takes one step alone.
 four_to_two, of two ranks: the step of twice as many over theirs. `bars` has what is aimed at, where there is
 a bar. Progress goes to stderr.
 """
@@ -29,7 +30,7 @@ from typing import Any
 from benchmarks.bars import at_least, at_most
 from benchmarks.common import machine, say, seconds_text
 from benchmarks.joint import one_run
-from benchmarks.turns import Side, apart, take_turns
+from benchmarks.turns import Side, apart, in_both_orders
 from mpipipe.planner.sizes import counted
 
 SCHEDULES = "v-planned,zb-planned,interleaved-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
@@ -64,27 +65,36 @@ def by_turns(
     same = f"pipeline.micro_batches={a.micro_batches}"
 
     def side(ranks: int, settings: Sequence[str]) -> Side[dict[str, Any]]:
-        return Side(ranks, lambda gate: one_run(model, ranks, a.steps, same, *settings, gate=gate)[0])
+        def run(gate: str, steps: int) -> dict[str, Any]:
+            return one_run(model, ranks, steps, same, *settings, gate=gate)[0]
 
-    def ceiling(gate: str) -> dict[str, Any]:
-        return apart(a.ranks, lambda: one_run(model, 1, a.steps, same, gate=gate)[0])[0]
+        return Side(ranks, run, ahead=1)
 
-    every = [Side(a.ranks, ceiling)]
+    def ceiling(gate: str, steps: int) -> dict[str, Any]:
+        return apart(a.ranks, lambda: one_run(model, 1, steps, same, gate=gate)[0])[0]
+
+    every = [Side(a.ranks, ceiling, ahead=1)]
     every += [side(ranks, settings) for ranks, settings in sides.values()]
-    beside, *runs = take_turns(every, a.steps)
-    ceiling_s = beside["steps_s"][1:]
-    for name, run in zip(("alone", *sides), (beside, *runs), strict=True):
-        say(f"{model} {name}: {seconds_text(run['steps_s'][1:])} s a step")
-    return {name: _against(ceiling_s, run) for name, run in zip(sides, runs, strict=True)}, ceiling_s
+    beside, *found = in_both_orders(every, a.steps)
+    ceiling_s = _steps_s(beside)
+    for name, runs in zip(("alone", *sides), (beside, *found), strict=True):
+        say(f"{model} {name}: {seconds_text(_steps_s(runs))} s a step")
+    return {name: _against(ceiling_s, runs) for name, runs in zip(sides, found, strict=True)}, ceiling_s
 
 
-def _against(ceiling_s: Sequence[float], run: Mapping[str, Any]) -> dict[str, float]:
+def _steps_s(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """By turns."""
+    return [step_s for run in runs for step_s in run["steps_s"][1:]]
+
+
+def _against(ceiling_s: Sequence[float], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """ceiling_s: of the same turns."""
-    steps_s = run["steps_s"][1:]
+    steps_s = _steps_s(runs)
+    simulated = [run["predicted_step_s"] / step_s for run in runs for step_s in run["steps_s"][1:]]
     return {
         "step_s": statistics.median(steps_s),
         "to_ceiling": statistics.median(c / s for c, s in zip(ceiling_s, steps_s, strict=True)),
-        "to_simulated": statistics.median(run["predicted_step_s"] / s for s in steps_s),
+        "to_simulated": statistics.median(simulated),
     }
 
 
@@ -109,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--schedules", default=SCHEDULES, help="with commas; the first also without clipping")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6, help="of a run, the first is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="of each side by turns")
     a = parser.parse_args(argv)
     for model in a.models.split(","):
         print(json.dumps(line(model, a)), flush=True)

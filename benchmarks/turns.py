@@ -68,25 +68,35 @@ def rank_main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Side(Generic[T]):
-    """processes: that come to the gate; run: with the gate's address, to the end of the last one."""
+    """processes: that come to the gate; run: so many steps with the gate's address, to the end of the last
+    one; ahead: the first steps, right after the start, which are no turns."""
 
     processes: int
-    run: Callable[[str], T]
+    run: Callable[[str, int], T]
+    ahead: int = 0
 
 
-def take_turns(sides: Sequence[Side[T]], steps: int) -> list[T]:
+def in_both_orders(sides: Sequence[Side[T]], turns: int) -> list[tuple[T, T]]:
+    """Half of the turns with the sides started in one order, half in the other: what is started first finds
+    the pages that others have left lying about, and takes up to 8 % longer for the same work."""
+    there = take_turns(sides, turns - turns // 2)
+    back = take_turns(sides[::-1], turns // 2)[::-1]
+    return list(zip(there, back, strict=True))
+
+
+def take_turns(sides: Sequence[Side[T]], turns: int) -> list[T]:
     """What each run comes to. They start one after the other, as each takes the machine for itself until its
-    first step; the order of the sides is turned round with every step."""
+    first turn; the order of the sides is turned round with every turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
-        turns = [
-            stack.enter_context(_started(side, str(Path(folder) / str(i)), pool))
+        started = [
+            stack.enter_context(_started(side, turns, str(Path(folder) / str(i)), pool))
             for i, side in enumerate(sides)
         ]
-        for step in range(steps):
-            for turn in turns[:: -1 if step % 2 else 1]:
-                turn.take()
-        return [turn.future.result() for turn in turns]
+        for i in range(turns):
+            for side in started[:: -1 if i % 2 else 1]:
+                side.take()
+        return [side.future.result() for side in started]
 
 
 def apart(ranks: int, run: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,17 +137,19 @@ class _Turns(Generic[T]):
 
 
 @contextmanager
-def _started(side: Side[T], path: str, pool: ThreadPoolExecutor) -> Iterator[_Turns[T]]:
-    """Before its first step. Whoever still waits for a turn at the end is let go without one."""
+def _started(side: Side[T], turns: int, path: str, pool: ThreadPoolExecutor) -> Iterator[_Turns[T]]:
+    """Before its first turn. Whoever still waits for one at the end is let go without it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        turns = _Turns(side, listener, pool.submit(side.run, path))
+        started = _Turns(side, listener, pool.submit(side.run, path, side.ahead + turns))
         try:
-            turns.wait()
-            yield turns
+            started.wait()
+            for _ in range(side.ahead):
+                started.take()
+            yield started
         finally:
-            for door in turns.doors:
+            for door in started.doors:
                 door.close()
 
 

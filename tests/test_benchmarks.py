@@ -46,7 +46,7 @@ from benchmarks.peers.splits import (  # noqa: E402
 )
 from benchmarks.results import CEILINGS, GROUPS, OURS, ROWS, said_of_bars, summary  # noqa: E402
 from benchmarks.table import PAGE, README, in_short, table, written  # noqa: E402
-from benchmarks.turns import GATE, Side, take_turns  # noqa: E402
+from benchmarks.turns import GATE, Side, in_both_orders, take_turns  # noqa: E402
 
 Launch = Callable[..., Any]
 seconds = st.floats(0.01, 10.0)
@@ -188,6 +188,12 @@ def test_bars_of_the_ceiling() -> None:
     assert ceiling._four_to_two({"3 ranks": sides["2 ranks"], "6 ranks": sides["4 ranks"]}) == {}
 
 
+def runs_of(sides: Sequence[Side[Any]], turns: int) -> list[list[Any]]:
+    """Of each side, in place of `in_both_orders`."""
+    halves = turns - turns // 2, turns // 2
+    return [[side.run("gate", side.ahead + half) for half in halves] for side in sides]
+
+
 def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every run does as many micro-batches; the ceiling is a step alone over the number of ranks."""
     asked = []
@@ -198,7 +204,7 @@ def test_the_line_of_the_ceiling(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         return {"steps_s": [9.0] + [step_s] * (steps - 1), "predicted_step_s": 2.0}, None
 
     monkeypatch.setattr(ceiling, "one_run", one_run)
-    monkeypatch.setattr(ceiling, "take_turns", lambda sides, steps: [side.run("") for side in sides])
+    monkeypatch.setattr(ceiling, "in_both_orders", runs_of)
     ceiling.main(["--models", "tiny", "--steps", "3", "--schedules", "v-planned"])
     line = json.loads(capsys.readouterr().out)
     assert all(settings[0] == "pipeline.micro_batches=8" for _, settings in asked)
@@ -238,7 +244,7 @@ class FakeCase:
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, limit_s: float, ceiling: bool = False) -> dict[str, Any]:
-    monkeypatch.setattr(bench, "take_turns", lambda sides, steps: [side.run("gate") for side in sides])
+    monkeypatch.setattr(bench, "in_both_orders", runs_of)
     return bench.compare(FakeCase(), SIZES["vgg"], ["1f1b", "zbv"], limit_s, ceiling)  # type: ignore[arg-type]
 
 
@@ -253,8 +259,8 @@ def test_the_line_of_the_bench_has_the_bars_of_its_model(monkeypatch: pytest.Mon
 def test_sides_near_the_best_peer_take_as_many_turns_as_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A turn of all takes 5.5 s: in 89 s there are 16, the first nine of which are not counted."""
-    found = compared(monkeypatch, 89.0)
+    """Twice the first steps of ours, nine of 3 s, and of the peer, one of 2.5 s, then turns of 5.5 s."""
+    found = compared(monkeypatch, 59.0 + 7.5 * 5.5)
     turns = found["settings"]["turns"]
     seconds = {name: side["step_s_by_round"] for name, side in found["sides"].items()}
     assert seconds == {
@@ -303,14 +309,14 @@ for step in range(steps):
 """
 
 
-def stepping(file: Path, name: str, processes: int, steps: int) -> Side[int]:
-    def main(gate: str) -> int:
-        command = [sys.executable, "-c", STEPS, name, str(steps), str(file)]
+def stepping(file: Path, name: str, processes: int, most: int, ahead: int = 0) -> Side[int]:
+    def main(gate: str, steps: int) -> int:
+        command = [sys.executable, "-c", STEPS, name, str(min(steps, most)), str(file)]
         env = os.environ | {GATE: gate}
         started = [subprocess.Popen(command, cwd=REPOSITORY, env=env) for _ in range(processes)]
         return max(process.wait(60) for process in started)
 
-    return Side(processes, main)
+    return Side(processes, main, ahead)
 
 
 @pytest.mark.slow
@@ -327,13 +333,25 @@ def test_sides_take_turns_step_by_step(tmp_path: Path) -> None:
     assert said.count(("pair", "begins", "0")) == said.count(("pair", "ends", "2")) == 2
 
 
+@pytest.mark.slow
+def test_sides_are_started_in_both_orders_and_go_ahead_without_turns(tmp_path: Path) -> None:
+    file = tmp_path / "said"
+    sides = [stepping(file, "ahead", 1, 9, ahead=1), stepping(file, "other", 1, 9)]
+    assert in_both_orders(sides, 3) == [(0, 0), (0, 0)]
+    begun = [tuple(line.split()[::2]) for line in file.read_text().splitlines() if "begins" in line]
+    assert begun == [
+        ("ahead", "0"), ("ahead", "1"), ("other", "0"), ("other", "1"), ("ahead", "2"),
+        ("ahead", "0"), ("other", "0"), ("ahead", "1"),
+    ]  # fmt: skip
+
+
 def test_whoever_waits_for_a_turn_ends_when_another_side_fails(tmp_path: Path) -> None:
-    def fails(gate: str) -> int:
+    def fails(gate: str, steps: int) -> int:
         raise SystemExit("it failed")
 
     ended: list[int] = []
     waits = stepping(tmp_path / "said", "waits", 1, 9)
-    sides = [Side(1, lambda gate: ended.append(waits.run(gate)) or 0), Side(1, fails)]
+    sides = [Side(1, lambda gate, _: ended.append(waits.run(gate, 9)) or 0), Side(1, fails)]
     with pytest.raises(SystemExit, match="it failed"):
         take_turns(sides[::-1], 1)
     assert ended == [1]
