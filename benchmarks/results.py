@@ -86,8 +86,8 @@ def _ratio(rounds: Rounds, ours: Rounds) -> float:
 
 
 def _loss_error(run: Run, ours: Run) -> float:
-    """The largest relative difference of a step's loss."""
-    return max(abs(a - b) / abs(b) for a, b in zip(run["losses"], ours["losses"], strict=True))
+    """The largest relative difference of the loss of a step that both did."""
+    return max(abs(a - b) / abs(b) for a, b in zip(run["losses"], ours["losses"], strict=False))
 
 
 # -- one row of ours against groups of peers ---------------------------------------------------------

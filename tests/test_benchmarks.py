@@ -240,7 +240,7 @@ class FakeCase:
 
     def _run(self, steps: int, step_s: float) -> dict[str, Any]:
         step_s /= 2 if self.gate else 1
-        return run(step_s, steps_s=[9.0] + [step_s] * (steps - 1))
+        return run(step_s, steps_s=[9.0] + [step_s] * (steps - 1)) | {"losses": [2.0] * steps}
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, limit_s: float, ceiling: bool = False) -> dict[str, Any]:
@@ -259,8 +259,8 @@ def test_the_line_of_the_bench_has_the_bars_of_its_model(monkeypatch: pytest.Mon
 def test_sides_near_the_best_peer_take_as_many_turns_as_there_is_time_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice the first steps of ours, nine of 3 s, and of the peer, one of 2.5 s, then turns of 5.5 s."""
-    found = compared(monkeypatch, 59.0 + 7.5 * 5.5)
+    """Twice the first steps of ours, nine of 3 s, and of the peer, three of 2.5 s, then turns of 5.5 s."""
+    found = compared(monkeypatch, 69.0 + 7.5 * 5.5)
     turns = found["settings"]["turns"]
     seconds = {name: side["step_s_by_round"] for name, side in found["sides"].items()}
     assert seconds == {
@@ -362,8 +362,8 @@ def test_the_error_of_a_prediction_is_of_what_was_measured() -> None:
     assert prediction.judged(0.97) == {"step_error": pytest.approx(1 / 0.97 - 1), "bar": 0.05, "met": True}
 
 
-def test_the_default_run_takes_forty_minutes():
-    assert sum(estimate_s(size, list(SIDES)) for size in SIZES.values()) < 41 * 60
+def test_the_default_run_takes_three_quarters_of_an_hour():
+    assert sum(estimate_s(size, list(SIDES)) for size in SIZES.values()) < 45 * 60
 
 
 def test_the_table_shows_every_side_and_where_it_was_measured():
