@@ -120,7 +120,8 @@ def by_turns(
     case: Case, names: Sequence[str], choices: dict[str, str], turns: int, first: int,
     runs: dict[str, dict[int, Run]],
 ) -> None:  # fmt: skip
-    """Each turn is a round, from round `first` on."""
+    """Each turn is a round, from round `first` on. A side counts where it comes to its end in both orders, a
+    peer with the memory that it needs alone, where glibc gives back what is freed."""
 
     def side(name: str) -> Side[Run]:
         def run(gate: str, steps: int) -> Run:
@@ -130,12 +131,14 @@ def by_turns(
 
     found = in_both_orders([side(name) for name in names], turns)
     for name, (there, back) in zip(names, found, strict=True):
+        if failed := there.get("failed") or back.get("failed"):
+            say(f"{case.model} {name}: by turns failed: {failed}")
+            continue
         rounds = runs.setdefault(name, {})
-        for begin, run in ((first, there), (first + turns - turns // 2, back)):
-            each = run.get("steps_s", ())[ahead(name) :]
-            rounds |= {begin + i: run | {"step_s": step_s} for i, step_s in enumerate(each)}
-            said = seconds_text(each) if each else f"failed: {run['failed']}"
-            say(f"{case.model} {name}: by turns {said}")
+        memory = {"peak_bytes": rounds[0]["peak_bytes"]} if name in SIDES else {}
+        each = [(run, step_s) for run in (there, back) for step_s in run["steps_s"][ahead(name) :]]
+        rounds |= {first + i: run | memory | {"step_s": step_s} for i, (run, step_s) in enumerate(each)}
+        say(f"{case.model} {name}: by turns {seconds_text([step_s for _, step_s in each])}")
 
 
 def groups_of(runs: dict[str, dict[int, Run]], most_bytes: int, ceiling: bool = False) -> list[list[str]]:

@@ -11,7 +11,7 @@ from benchmarks.results import ROWS, VARIANTS
 START_S, COMPILE_S = 5.0, 60.0  # of a run before its first step; of the compiler, whose cache is then filled
 SLOW = 1.2  # a peer that is this much slower than the best one when alone gets no turns
 SETTLED = 9  # first steps of ours, that are not counted: within them it plans anew from what they took
-WARM = 3  # of all others, whose second step is still up to twice as long
+WARM = 3  # of all others, whose second step is still up to a fifth longer
 CONTENDERS = 3  # of the peers, as a guess: those that are
 
 

@@ -69,4 +69,5 @@ class Case:
         return found
 
     def _overrides(self, steps: int) -> Sequence[str]:
-        return f"train.steps={steps}", f"kernels.gemm={self.gemm}", "pipeline.threads=1"
+        same = "train.min_lr_ratio=1"  # after the warm-up, whatever the number of steps
+        return f"train.steps={steps}", same, f"kernels.gemm={self.gemm}", "pipeline.threads=1"

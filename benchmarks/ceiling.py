@@ -90,7 +90,7 @@ def _steps_s(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 def _against(ceiling_s: Sequence[float], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """ceiling_s: of the same turns."""
     steps_s = _steps_s(runs)
-    simulated = [run["predicted_step_s"] / step_s for run in runs for step_s in run["steps_s"][1:]]
+    simulated = [run["predicted_step_s"] / step_s for run in runs for step_s in _steps_s([run])]
     return {
         "step_s": statistics.median(steps_s),
         "to_ceiling": statistics.median(c / s for c, s in zip(ceiling_s, steps_s, strict=True)),

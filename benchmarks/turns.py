@@ -1,5 +1,5 @@
 """Runs that live side by side and take turns step by step: what disturbs a machine for minutes meets all of
-them alike, and none is started twice.
+them alike.
 
     python -m benchmarks.turns config.yaml [key=value ...]        one rank of ours, which waits for its turns
 
@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,14 +89,14 @@ def take_turns(sides: Sequence[Side[T]], turns: int) -> list[T]:
     first turn; the order of the sides is turned round with every turn."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(sides)))
-        started = [
+        every = [
             stack.enter_context(_started(side, turns, str(Path(folder) / str(i)), pool))
             for i, side in enumerate(sides)
         ]
         for i in range(turns):
-            for side in started[:: -1 if i % 2 else 1]:
-                side.take()
-        return [side.future.result() for side in started]
+            for started in every[:: -1 if i % 2 else 1]:
+                started.take()
+        return [started.future.result() for started in every]
 
 
 def apart(ranks: int, run: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,7 +119,8 @@ class _Turns(Generic[T]):
     def take(self) -> None:
         """A step of the side; nothing where it has ended."""
         for door in self.doors:
-            door.sendall(b".")
+            with suppress(OSError):  # of a process that has died at the gate; `wait` sees that
+                door.sendall(b".")
         self.wait()
 
     def wait(self) -> None:

@@ -271,6 +271,16 @@ def test_sides_near_the_best_peer_take_as_many_turns_as_there_is_time_for(
     assert compared(monkeypatch, 5.0)["settings"]["turns"] == 0
 
 
+def test_a_peer_that_fails_in_one_order_is_compared_by_its_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, gated = FakeCase.peer, itertools.count()
+
+    def fails_in_the_second(self: FakeCase, side: str, choice: str, steps: int) -> dict[str, Any]:
+        return {"failed": "it"} if self.gate and next(gated) else peer(self, side, choice, steps)
+
+    monkeypatch.setattr(FakeCase, "peer", fails_in_the_second)
+    assert compared(monkeypatch, 200.0)["sides"]["1f1b"]["step_s_by_round"] == [2.5]
+
+
 def test_what_ranks_could_do_at_most_is_beside_ours_and_the_best_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
