@@ -12,8 +12,8 @@ many micro-batches.
 
 A few at a time live side by side and take turns, step by step, with the processes of the ceiling among them,
 which begin each step together; after half of the turns all are started anew, in the opposite order.
-to_ceiling: ceiling / step_s of the same turn; to_simulated: predicted_step_s / step_s, of
-what the schedule could do with its cuts. Medians over turns; before them each takes one step alone.
+to_ceiling: ceiling / step_s of the same turn; to_simulated: predicted_step_s / step_s, of what the schedule
+could do with its cuts. Medians over turns; before them each side takes one step alone.
 four_to_two, of two ranks: the step of twice as many over theirs. `bars` has what is aimed at, where there is
 a bar. Progress goes to stderr.
 """
