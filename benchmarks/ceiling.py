@@ -35,6 +35,7 @@ from mpipipe.planner.sizes import counted
 
 SCHEDULES = "v-planned,zb-planned,interleaved-planned,1f1b,gpipe,interleaved,zb-h1,zb-h2,zb-v,v-half"
 NEAR, FOUR_TO_TWO = 0.97, 1.10  # of the ceiling, and of what is simulated; of the step on two ranks
+AHEAD = 1  # steps of a run before its turns
 AT_ONCE = 5  # sides that live beside the processes of the ceiling
 OF_CEILING = "v-planned", "no_clip"  # what is to be near it: a schedule, and it without clipping
 
@@ -68,12 +69,12 @@ def by_turns(
         def run(gate: str, steps: int) -> dict[str, Any]:
             return one_run(model, ranks, steps, same, *settings, gate=gate)[0]
 
-        return Side(ranks, run, ahead=1)
+        return Side(ranks, run, AHEAD)
 
     def ceiling(gate: str, steps: int) -> dict[str, Any]:
         return apart(a.ranks, lambda: one_run(model, 1, steps, same, gate=gate)[0])[0]
 
-    every = [Side(a.ranks, ceiling, ahead=1)]
+    every = [Side(a.ranks, ceiling, AHEAD)]
     every += [side(ranks, settings) for ranks, settings in sides.values()]
     beside, *found = in_both_orders(every, a.steps)
     ceiling_s = _steps_s(beside)
@@ -84,7 +85,7 @@ def by_turns(
 
 def _steps_s(runs: Sequence[Mapping[str, Any]]) -> list[float]:
     """By turns."""
-    return [step_s for run in runs for step_s in run["steps_s"][1:]]
+    return [step_s for run in runs for step_s in run["steps_s"][AHEAD:]]
 
 
 def _against(ceiling_s: Sequence[float], runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:

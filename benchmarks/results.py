@@ -75,14 +75,18 @@ def _peaks(runs: Sequence[Run]) -> list[int]:
 
 
 def _compared(rounds: Rounds, ours: Rounds) -> dict[str, Any]:
-    error = max(_loss_error(run, ours[i]) for i, run in rounds.items())
-    by_round = [run["step_s"] / ours[i]["step_s"] for i, run in rounds.items()]
-    return {"ratio": _ratio(rounds, ours), "ratio_by_round": by_round, "loss_error": error}
+    error = max(_loss_error(run, ours[i]) for i, run in rounds.items() if i in ours)
+    by_round = _ratios(rounds, ours)
+    return {"ratio": statistics.median(by_round), "ratio_by_round": by_round, "loss_error": error}
 
 
 def _ratio(rounds: Rounds, ours: Rounds) -> float:
-    """The median over the rounds that both have."""
-    return statistics.median(run["step_s"] / ours[i]["step_s"] for i, run in rounds.items() if i in ours)
+    return statistics.median(_ratios(rounds, ours))
+
+
+def _ratios(rounds: Rounds, ours: Rounds) -> list[float]:
+    """Of the rounds that both have."""
+    return [run["step_s"] / ours[i]["step_s"] for i, run in rounds.items() if i in ours]
 
 
 def _loss_error(run: Run, ours: Run) -> float:

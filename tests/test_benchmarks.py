@@ -124,6 +124,11 @@ def test_ratios_are_of_the_same_rounds():
     assert sides["mpipipe_fast"]["ratio"] == 0.75, "which is no peer"
 
 
+def test_a_round_that_ours_has_not_come_to_is_not_compared() -> None:
+    found = summary({OURS: {0: run(2.0)}, "1f1b": {0: run(3.0), 1: run(9.0)}})
+    assert found["sides"]["1f1b"]["ratio_by_round"] == [1.5]
+
+
 def test_each_row_is_compared_with_every_group_of_peers() -> None:
     rows = summary({**RUNS, "compile": {0: run(2.4)}}, "gpt85m")["rows"]
     off, on = rows["kernels_off"], rows["kernels_on"]
