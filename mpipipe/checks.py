@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from math import inf
 from numbers import Integral
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from mpipipe.cluster.agree import agree
 from mpipipe.cluster.calls import Limit
 from mpipipe.cluster.comm import Communicator
 from mpipipe.data.base import SAME_DATA, Dataset, fingerprint
-from mpipipe.errors import MpipipeError
+from mpipipe.errors import MpipipeError, did_you_mean, nearest
 from mpipipe.graph.rewrite import schema_name, source_line
 from mpipipe.graph.source import ModelSource
 from mpipipe.graph.variants import Variants
@@ -53,6 +54,19 @@ def check_whole(*others: str | None, **given: Any) -> None:
             raise MpipipeError(f"{name} = {value!r}; give a whole number, {between}")
 
 
+def check_arguments(called: str, init: Callable[..., object], /, *args: object, **given: object) -> None:
+    """Raises MpipipeError for arguments that `init`, of the class `called` so, lacks or does not have."""
+    known = signature(init)
+    names = [name for name in known.parameters if name != "self"]
+    for name in given:
+        if name not in names:
+            raise MpipipeError(f"{called} has no argument {name!r}{did_you_mean(nearest(name, names))}")
+    try:
+        known.bind(*args, **given)
+    except TypeError as error:
+        raise MpipipeError(f"{called}: {error}") from None
+
+
 def check_counts(
     batch: int, micro_batches: int | Literal["auto"], blocks: int, reduce: Literal["exact", "fast"]
 ) -> None:
@@ -86,7 +100,8 @@ def check_choices(**given: str) -> None:
     """given: as `CHOICES` calls it."""
     for name, value in given.items():
         if value not in CHOICES[name]:
-            raise MpipipeError(f"{name} = {value!r}; expected one of {', '.join(map(repr, CHOICES[name]))}")
+            expected, meant = ", ".join(map(repr, CHOICES[name])), nearest(str(value), CHOICES[name])
+            raise MpipipeError(f"{name} = {value!r}; expected one of {expected}{did_you_mean(meant)}")
 
 
 def check_limit(watchdog: Limit) -> None:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from mpipipe import __version__, ops
 from mpipipe.checks import (
+    check_arguments,
     check_choices,
     check_given,
     check_kernels,
@@ -119,6 +120,7 @@ def _in_a_call(init: Callable[P, None]) -> Callable[P, None]:
         pipe.calls = calls_of_script(limit) if watches else Unwatched()
         whole: Any = {name: v.item() if isinstance(v, np.integer) else v for name, v in given.items()}
         with pipe.calls.made("Pipeline"):
+            check_arguments("Pipeline", init, *args, **whole)
             init(*args, **whole)
 
     return made

@@ -29,6 +29,7 @@ from mpipipe.errors import EndOfData, MpipipeError
 from mpipipe.models import Built
 from mpipipe.ops import device
 from mpipipe.pipeline import Pipeline, Step
+from mpipipe.planner.crowded import is_crowded
 from mpipipe.planner.mirrors import mirror_s
 from mpipipe.planner.prediction import sizes_of_messages, too_full
 from mpipipe.planner.programs import cut_indices
@@ -122,7 +123,10 @@ class Run:
         for said in filter(None, (str(pipe.bound), pipe.ops_why, pipe.messages_why, pipe.search_why, blocks)):
             self.log.say(said)
         if self.config.run.slow_rank == "replan" and pipe.size > 1:
-            self.log.say(f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around: run.slow_rank")
+            told = f"a rank that is slow for {WINDOW * WINDOWS} steps is planned around"
+            if is_crowded(pipe.costs.cluster):
+                told = "ranks share cores, so nothing can be told of a slow one"
+            self.log.say(f"{told}: run.slow_rank")
         self.log.say(describe(pipe.plan, pipe.costs, pipe.planning_s, timed=pipe.timed))
         self._keep_plan()
 
@@ -225,7 +229,7 @@ class Run:
         self._make_room()
 
     def _slowness(self) -> Slowness:
-        return Slowness(self.pipe.comm, self.pipe.predicted, platform.node())
+        return Slowness(self.pipe.comm, self.pipe.predicted, self.pipe.costs, platform.node())
 
     def _watch(self) -> None:
         pipe = self.pipe

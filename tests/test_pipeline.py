@@ -1073,6 +1073,9 @@ def test_replicas_that_do_not_fit_are_refused() -> None:
         ({"seed": 1.5}, "seed = 1.5; give a whole number, from 0 to"),
         ({"max_ranks": 8}, "max_ranks = 8 is what blocks='auto' goes by, but blocks = 1; set it"),
         ({"weight_of": lambda batch: 2}, "the loss returns 2 values, and weight_of is given"),
+        ({"reduce": "fats"}, "reduce = 'fats'; expected one of 'exact', 'fast'; did you mean 'fast'"),
+        ({"microbatches": 4}, "Pipeline has no argument 'microbatches'; did you mean 'micro_batches'"),
+        ({"function": 0.1}, "Pipeline has no argument 'function'"),
     ],
 )
 def test_numbers_that_train_nothing_are_refused(how: dict[str, Any], says: str) -> None:

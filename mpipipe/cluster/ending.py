@@ -6,14 +6,17 @@ import math
 import os
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from mpipipe.cluster.comm import Communicator, RankLost
 from mpipipe.cluster.launch import launcher_rank, say_past_launcher
 from mpipipe.errors import MpipipeError
+from mpipipe.planner.sizes import counted
 
 OWN_LIMIT, TIME_OF_JOB = "the time limit", "the time of the job"  # as reasons to stop
 TIMES = 3.0  # the longest step and save: what is left for the last ones
@@ -23,6 +26,7 @@ UNLESS = (
     ", if all ranks are there (launchers send it also to those that are left when one has died) and have the "
     "time; if not, --resume goes on from the newest checkpoint there is"
 )
+_OURS = str(Path(__file__).parents[1]) + os.sep
 SPEAK_FIRST_S = 2.0  # a launcher ends all at the first non-zero exit: let rank 0 say why
 
 
@@ -38,11 +42,35 @@ def end(comm: Communicator | None, error: BaseException) -> int:
         where = [f"on rank {rank}"] if rank and all(note.startswith(TO_GO_ON) for note in notes) else []
         text = "\n  ".join([f"mpipipe: {error.kind}: {error}", *where, *notes])
     else:
-        text = f"mpipipe: rank {rank} failed\n" + "".join(traceback.format_exception(error)).rstrip()
+        text = f"mpipipe: rank {rank} failed\n{traceback_text(error)}"
     print(text, file=sys.stderr, flush=True)
     if comm is not None and comm.size > 1:
         comm.abort(1)
     return 1
+
+
+def traceback_text(error: BaseException) -> str:
+    """As Python prints it. Of an error in code of the user's that mpipipe has called, without what lies
+    between: twenty frames of ours say less than the one that raised."""
+    left_out = 0
+    whole = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = whole
+    while part is not None:
+        ours = [place for place, frame in enumerate(part.stack) if frame.filename.startswith(_OURS)]
+        called = part.stack[ours[-1] + 1 :] if ours else []
+        if any(map(_is_user_s, called)):
+            calling = [frame for frame in part.stack[: ours[-1]] if _is_user_s(frame)]
+            left_out += ours[-1] + 1 - len(calling)
+            part.stack = traceback.StackSummary.from_list([*calling, *called])
+        part = part.__cause__ or part.__context__
+    note = f"({counted(left_out, 'frame')} of mpipipe and Python left out)\n" if left_out else ""
+    return note + "".join(whole.format()).rstrip()
+
+
+def _is_user_s(frame: traceback.FrameSummary) -> bool:
+    path = frame.filename
+    installed = {"site-packages", "dist-packages"} & {*Path(path).parts}  # wherever a cluster keeps them
+    return not (installed or path.startswith((_OURS, sysconfig.get_path("stdlib") + os.sep, "<frozen")))
 
 
 def leave(comm: Communicator) -> None:

@@ -139,11 +139,16 @@ _TEXTS = ("dir", "path", "val_path", "tokenizer", "name", "prompt")  # keys whos
 def _value(key: str, text: str, source: str) -> Any:
     """YAML; but text without quotes as it stands where text is meant: paths may hold ` #` and `: `."""
     plain = text.strip()
-    tag: str = _Loader("").resolve(yaml.ScalarNode, plain, (True, False))  # type: ignore[no-untyped-call]
-    is_text = tag.rpartition(":")[2] not in ("null", "bool", "int", "float")
+    is_text = _tag(plain) not in ("null", "bool", "int", "float")
     if key in _TEXTS and is_text and plain[0] not in "'\"[{":
         return plain
     return read_yaml(text, source)
+
+
+def _tag(plain: str) -> str:
+    """What YAML takes text without quotes for: "int", "str", ..."""
+    tag: str = _Loader("").resolve(yaml.ScalarNode, plain, (True, False))  # type: ignore[no-untyped-call]
+    return tag.rpartition(":")[2]
 
 
 _SWITCHES = {"kernels": "compiled"}  # sections that may be a switch, and the key that this means
@@ -188,7 +193,7 @@ def _messages(
             continue
         complaint = _of_another_kind(path, details[0], data, changed)
         complaint = complaint or _complaint(".".join(path), path, details)
-        yield f"{_place(path, source, lines, changed)}: {complaint}"
+        yield f"{_place(path, source, lines, changed, complaint)}: {complaint}"
 
 
 def _path(detail: ErrorDetails, data: Any) -> tuple[str, ...]:
@@ -203,11 +208,16 @@ def _path(detail: ErrorDetails, data: Any) -> tuple[str, ...]:
 
 
 def _place(
-    path: tuple[str, ...], source: str, lines: dict[tuple[str, ...], int], changed: dict[tuple[str, ...], str]
-) -> str:
+    path: tuple[str, ...], source: str, lines: dict[tuple[str, ...], int],
+    changed: dict[tuple[str, ...], str], complaint: str,
+) -> str:  # fmt: skip
+    if not path:  # several keys that do not go together
+        keys = {item: re.escape(item.partition("=")[0].strip()) for item in changed.values()}
+        named = [item for item, key in keys.items() if re.search(rf"(?<![\w.]){key}(?!\w)", complaint)]
+        return f"{source} with {' '.join(named)}" if named else source
     for written, item in changed.items():
         if written[: len(path)] == path or path[: len(written)] == written:
-            return f"override '{item}'" if path else source
+            return f"override '{item}'"
     return place_of(path, source, lines)
 
 
@@ -266,7 +276,20 @@ def _complaint(key: str, path: tuple[str, ...], details: list[ErrorDetails]) -> 
     wanted = ("on, off or " if key in _SWITCHES else "") + " or ".join(map(_wanted, details))
     names = [name for d in details if d["type"] == "literal_error" for name in _LITERALS.findall(_wanted(d))]
     meant = did_you_mean(nearest(str(first["input"]).lower(), names))
-    return f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}{meant}"
+    said = f"{key} = {first['input']!r} ({type(first['input']).__name__}); expected {wanted}{meant}"
+    return said + _written_as(first["input"], {detail["type"] for detail in details})
+
+
+def _written_as(given: Any, wrong: set[str]) -> str:
+    """How to write what was meant. wrong: what pydantic calls it."""
+    if isinstance(given, str) and wrong & {"int_type", "float_type"} and _tag(given) in ("int", "float"):
+        number = read_yaml(given, "")
+        if "float_type" in wrong or isinstance(number, int):
+            return f"; write {given}, without quotes"
+        given = number
+    if isinstance(given, float) and given.is_integer() and wrong & {"int_type", "int_from_float"}:
+        return f"; write {int(given)}"
+    return ""
 
 
 def _of_another_kind(

@@ -32,6 +32,7 @@ from mpipipe.values import RECOMPUTE, Cluster, Costs, Numerics, Plan, Prediction
 
 _BLOCK = re.compile(r"^(.*?\.)??(\d+)[./]")  # "layers.3.mlp/mul.0": block 3 of "layers."
 _NO_BYTES = 0.0005  # of a rank's peak: what differs by less rounds to 0.0 %
+_SAID = 0.02  # by which computing may differ before it is said
 MOST_NUMBERS = 5  # of micro-batches, where they were searched: rows
 
 
@@ -176,7 +177,7 @@ class _Asked:
     def _tried(self, name: str, t: Tried) -> Alternative:
         ours = self.plan.prediction.step_s
         if t.made is not None:
-            why = self._bubbles_and_memory(t.made[0].prediction)
+            why = self._work_and_memory(t.made[0].prediction)
             return Alternative(name, t.step_s, t.step_s / ours - 1.0, why)
         if t.bound_s is None or t.skipped:
             return Alternative(name, None, None, t.why if t.skipped else first_sentence(t.why))
@@ -198,7 +199,7 @@ class _Asked:
             other = f"{found.schedule}, " if found.schedule != self.plan.layout.schedule else ""
             why = f"with {found.how}; {other}"
             name, batch = replicas_text(found.copies), self.plan.numerics.batch
-            yield self._judged(name, found.prediction, batch, lambda p: why + self._bubbles(p))
+            yield self._judged(name, found.prediction, batch, lambda p: why + self._work(p))
 
     def _planned_with(self, name: str, schedule: str, copies: Copies) -> Alternative:
         window = self.plan.layout.receive_window
@@ -209,7 +210,7 @@ class _Asked:
             )[0].prediction  # fmt: skip
         except (PlanError, DeadlockError) as error:
             return Alternative(name, None, None, first_sentence(error))
-        return self._judged(name, p, self.plan.numerics.batch, self._bubbles)
+        return self._judged(name, p, self.plan.numerics.batch, self._work)
 
     def _other_modes(self) -> Iterator[Alternative]:
         """Of a plan that recomputes somewhere: the same mode on all stages."""
@@ -228,7 +229,7 @@ class _Asked:
             numerics = replace(n, micro_batches=count, batch=batch, blocks=blocks)
             p = self._expected(self.cuts, numerics=numerics)
             name = f"{count} micro-batch{'es' * (count > 1)}, batch {numerics.batch}"
-            yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._bubbles(p)}")
+            yield self._judged(name, p, numerics.batch, lambda p: f"per sample; {self._idle(p)}")
 
     def _searched(self, tried: Sequence[Tried]) -> Iterator[Alternative]:
         """The best of the other numbers of micro-batches, and the largest of those that do not fit."""
@@ -248,7 +249,7 @@ class _Asked:
         other = f"{t.schedule}, " if t.schedule != self.plan.layout.schedule else ""
         other += f"{replicas_text(t.copies)}, " if t.copies != self.shape else ""
         loss = t.step_s / self.plan.prediction.step_s - 1.0
-        return Alternative(t.in_words, t.step_s, loss, other + self._bubbles(t.made[0].prediction))
+        return Alternative(t.in_words, t.step_s, loss, other + self._work(t.made[0].prediction))
 
     def _ranks(self) -> Iterator[Alternative]:
         for ranks in (self.n_ranks // 2, 2 * self.n_ranks):
@@ -334,18 +335,25 @@ class _Asked:
         slow = int(now.argmax())
         if now[slow] > before.max() * (1 + 1e-6):
             return f"slowest stage: {slow} with {now[slow] * 1e3:.5g} ms, now {before.max() * 1e3:.5g}"
-        return f"{'no stage is slower; ' if cuts != self.cuts else ''}{self._bubbles_and_memory(p)}"
+        return f"{'no stage is slower; ' if cuts != self.cuts else ''}{self._work_and_memory(p)}"
 
-    def _bubbles_and_memory(self, p: Prediction) -> str:
+    def _work_and_memory(self, p: Prediction) -> str:
         peaks = np.array(self.plan.prediction.peak_bytes)
         grown = np.array(p.peak_bytes) - peaks
         rank = int(np.abs(grown).argmax())
         if abs(grown[rank]) <= _NO_BYTES * peaks[rank]:
-            return self._bubbles(p)
+            return self._work(p)
         more = f"{'+' if grown[rank] >= 0 else '-'}{size_text(abs(int(grown[rank])))}"
-        return f"{self._bubbles(p)}; memory of rank {rank} {more}"
+        return f"{self._work(p)}; memory of rank {rank} {more}"
 
-    def _bubbles(self, p: Prediction) -> str:
+    def _work(self, p: Prediction) -> str:
+        """With what ranks compute, where that differs: as by backwards in two, or smaller micro-batches."""
+        computing_s, now_s = (of.step_s * (1.0 - of.bubble) for of in (p, self.plan.prediction))
+        known = now_s > 0.0 and not self.plan.layout.mirror_every  # mirrors are in the step of the plan alone
+        more = computing_s / now_s - 1.0 if known else 0.0
+        return f"computes {more:+.1%}; {self._idle(p)}" if abs(more) > _SAID else self._idle(p)
+
+    def _idle(self, p: Prediction) -> str:
         return f"bubble {p.bubble:.1%}, now {self.plan.prediction.bubble:.1%}"
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from mpipipe.errors import PlanError
 from mpipipe.planner.copies import Copies, check_copies, even_blocks, legal_copies, ranks_in_each
 from mpipipe.planner.partition import Wish, check_stages, too_many
-from mpipipe.planner.schedules import SCHEDULES, check_name
+from mpipipe.planner.schedules import SCHEDULES, check_name, is_of_file, stages_on
 from mpipipe.planner.sizes import counted
 from mpipipe.values import Numerics
 
@@ -66,26 +66,43 @@ def copies_of(replicas: Replicas, numerics: Numerics, n_ranks: int) -> tuple[Cop
 def check_groups(asked: Asked, n_groups: int) -> None:
     """Raises PlanError where a stage would have no group, however the ranks are shared by replicas."""
     n_ranks, numerics = asked.n_ranks, asked.numerics
+    # of a file's order nothing is known here but that each rank has a stage; so of unlike copies below
+    per_rank = min(1 if is_of_file(name) else stages_on(name, 1) for name in asked.schedules)
     if not asked.uneven:
+        refused = None
         for copies in asked.copies:
-            check_stages(ranks_in_each(copies, n_ranks), n_groups, copies if isinstance(copies, int) else 1)
+            n_each = ranks_in_each(copies, n_ranks)
+            try:
+                if isinstance(copies, int):
+                    check_stages(n_each * per_rank, n_groups, copies, per_rank)
+                else:
+                    check_stages(n_each, n_groups)
+                return
+            except PlanError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return
-    legal = legal_copies(numerics)
+    legal, most_stages = legal_copies(numerics), n_groups // per_rank  # of one for each rank
     fewest = _fewest_stages(n_ranks, legal)
-    if fewest <= n_groups:
+    if fewest <= most_stages:
         return
-    most = n_groups * legal[-1]
+    if most_stages == 0:
+        check_stages(n_ranks * per_rank, n_groups, 1, per_rank)
+    most = most_stages * legal[-1]
     start = f"at most {counted(most, 'rank')}"
     if most > n_ranks:
-        fit = [n for n in range(1, most + 1) if _fewest_stages(n, legal) <= n_groups]
+        fit = [n for n in range(1, most + 1) if _fewest_stages(n, legal) <= most_stages]
         start = f"{max(n for n in fit if n < n_ranks)} or {min(n for n in fit if n > n_ranks)} ranks"
+    if per_rank > 1:
+        start += ", or choose a schedule with one stage on each rank"
     blocks = even_blocks(numerics.micro_batches if len(asked.counts) == 1 else None, numerics.batch, n_ranks)
     more_blocks = (
         f", as pipeline.blocks = {numerics.blocks} allows {counted(legal[-1], 'replica')} at most; or, "
         f"before the first step of a run, set pipeline.blocks=auto and pipeline.max_ranks={n_ranks}"
     )
-    helps = _fewest_stages(n_ranks, legal_copies(replace(numerics, blocks=blocks))) <= n_groups
-    raise too_many(fewest, n_groups, f"start {start}{more_blocks if helps else ''}")
+    helps = _fewest_stages(n_ranks, legal_copies(replace(numerics, blocks=blocks))) <= most_stages
+    raise too_many(fewest * per_rank, n_groups, f"start {start}{more_blocks if helps else ''}")
 
 
 def _fewest_stages(n_ranks: int, legal: Sequence[int]) -> int:

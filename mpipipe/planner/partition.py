@@ -96,7 +96,10 @@ def check_stages(n_stages: int, n_groups: int, n_copies: int = 1, per_rank: int 
         most = n_groups // per_rank
         each = f", {most} for each replica" if n_copies > 1 else ""
         moves = [f"start at most {counted(most * n_copies, 'rank')}{each}"] if most else []
-        moves += ["choose a schedule with one stage on each rank"] if per_rank > 1 else []
+        if per_rank > 1:
+            fewer = f", and at most {counted(n_groups * n_copies, 'rank')}"
+            helps = n_stages <= n_groups * per_rank
+            moves += ["choose a schedule with one stage on each rank" + ("" if helps else fewer)]
         raise too_many(n_stages, n_groups, ", or ".join([*moves, "train a model of more layers"]))
 
 

@@ -96,9 +96,9 @@ class _Making:
         n_micro, n_each = largest_share(numerics.micro_batches, n_copies), n_ranks // n_copies
         self._check_shares(n_copies)
         of_copy = costs.but(copies=n_copies)
-        check_counts(of_copy, n_micro, schedule, n_each)
         n_stages = stages_on(schedule, n_each)
         check_stages(n_stages, len(costs.groups), n_copies, n_stages // n_each)
+        check_counts(of_copy, n_micro, schedule, n_each)
         homes = self._homes(n_stages, n_micro, n_each)
         if self.brief and self.by_hand is not None:
             layout = self.by_hand.layout

@@ -40,7 +40,7 @@ def with_slow_ranks(
     """With ranks as slow as they are beside the others of their kind, by two measures of which the lesser
     counts. By rank: seconds that its stages took, those that were planned, and seconds of work that is the
     same on all ranks. As they are where ranks share cores, or costs were not timed."""
-    if not _can_tell(costs, took_s, planned_s) or min(same_s) <= 0.0:
+    if not can_tell(costs, took_s, planned_s) or min(same_s) <= 0.0:
         return costs
     stages = _beside(costs.cluster, [took / planned for took, planned in zip(took_s, planned_s, strict=True)])
     both = list(map(min, stages, _beside(costs.cluster, same_s)))
@@ -53,7 +53,7 @@ def with_recovered_ranks(costs: Costs, took_s: Sequence[float], planned_s: Seque
     devices = costs.cluster.devices
     usual = {d.kind: max(other.speed for other in devices if other.kind == d.kind) for d in devices}
     slow = [usual[d.kind] / d.speed for d in devices]
-    if max(slow) <= FACTOR or not _can_tell(costs, took_s, planned_s):
+    if max(slow) <= FACTOR or not can_tell(costs, took_s, planned_s):
         return costs
     now = _beside(
         costs.cluster,
@@ -63,7 +63,8 @@ def with_recovered_ranks(costs: Costs, took_s: Sequence[float], planned_s: Seque
     return _slowed(costs, {rank: by / slow[rank] for rank, by in after.items() if by < slow[rank]})
 
 
-def _can_tell(costs: Costs, took_s: Sequence[float], planned_s: Sequence[float]) -> bool:
+def can_tell(costs: Costs, took_s: Sequence[float], planned_s: Sequence[float]) -> bool:
+    """Whether what ranks took beside what was planned, by rank, is a matter of the ranks."""
     return (
         costs.source == "measured" and not is_crowded(costs.cluster) and min(*took_s, *planned_s) >= LEAST_S
     )

@@ -12,6 +12,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 MIB = 1024**2
 
@@ -68,8 +69,14 @@ class Progress:
             stream.flush()
 
     def _make_bar(self) -> Bar:
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        bar = Bar(*columns, console=Console(file=self._stream))
+        columns = (
+            BarColumn(16),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            # has what is left: of a narrow terminal too little, which cuts the values alone
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),
+        )
+        bar = Bar(*columns, console=Console(file=self._stream), expand=True)
         bar.start()
         return bar
 

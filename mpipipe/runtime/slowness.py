@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipipe.cluster.comm import Communicator
-from mpipipe.planner.speeds import FACTOR, compared
+from mpipipe.planner.speeds import FACTOR, can_tell, compared
 from mpipipe.runtime.interpreter import Outcome
 from mpipipe.runtime.recorder import computing_s
-from mpipipe.values import COMPUTE, Timeline
+from mpipipe.values import COMPUTE, Costs, Timeline
 
 WINDOW = 50  # steps of which the median counts
 WINDOWS = 2  # in a row that make it last
@@ -32,10 +32,10 @@ class Slow:
 
 
 class Slowness:
-    """Of one rank; all of them add each step. predicted: of a step."""
+    """Of one rank; all of them add each step. predicted: of a step, with `costs`."""
 
-    def __init__(self, comm: Communicator, predicted: Timeline, host: str) -> None:
-        self._comm, self._host = comm, host
+    def __init__(self, comm: Communicator, predicted: Timeline, costs: Costs, host: str) -> None:
+        self._comm, self._costs, self._host = comm, costs, host
         self._predicted_s = predicted.busy_s(comm.rank)
         self._computes = np.isin(predicted.program.codes[comm.rank][:, 0], sorted(COMPUTE))
         self._steps_s: list[float] = []
@@ -48,10 +48,13 @@ class Slowness:
         self._steps_s.append(float(computing_s(end_s - start_s, outcome.data_s.sum(), self._predicted_s)))
         if len(self._steps_s) < WINDOW:
             return None
-        factor = statistics.median(self._steps_s) / self._predicted_s if self._predicted_s else 1.0
+        own = np.array([statistics.median(self._steps_s), self._predicted_s])
         self._steps_s.clear()
-        factors = self._comm.allgather_array(np.array([factor]))[:, 0].tolist()
-        slow = {rank: against for rank, against in enumerate(compared(factors)) if against > FACTOR}
+        took_s, planned_s = self._comm.allgather_array(own).T.tolist()
+        slow = dict[int, float]()
+        if can_tell(self._costs, took_s, planned_s):
+            beside = compared([took / planned for took, planned in zip(took_s, planned_s, strict=True)])
+            slow = {rank: by for rank, by in enumerate(beside) if by > FACTOR}
         self._in_a_row = Counter({rank: self._in_a_row[rank] + 1 for rank in slow})
         lasting = [
             rank for rank, times in self._in_a_row.items() if times >= WINDOWS and rank not in self._told

@@ -99,13 +99,38 @@ def make_latest(config: Config, folder: Path) -> None:
 
 def reopen(config: Config, base: str | Path = "runs") -> Path | None:
     """The folder of the run to continue: `run.dir`, or the one that `base`/latest points at; None when no
-    run has begun there. Changes nothing."""
+    run has begun there. Changes nothing. Raises ConfigError where the latest is of another model: run after
+    run, somebody else's would be taken for finished."""
     if config.run.dir is not None:
         folder = Path(config.run.dir)
     else:
         latest = Path(base) / "latest"
         folder = latest.parent / latest.readlink() if latest.is_symlink() else latest
-    return folder if (folder / CONFIG).is_file() else None
+    if not (folder / CONFIG).is_file():
+        return None
+    if config.run.dir is None:
+        _check_model(config, folder)
+    return folder
+
+
+def _check_model(config: Config, folder: Path) -> None:
+    model = _model_of(folder)
+    if model not in (None, config.model.name):  # None: what resumes it tells
+        ours = (path for path in sorted(folder.parent.iterdir(), reverse=True) if not path.is_symlink())
+        newest = next((path for path in ours if _model_of(path) == config.model.name), None)
+        raise ConfigError(
+            f"run.dir is null, and the latest run, {folder}, is one of the model {model}, not of "
+            f"{config.model.name}: name the run to resume, {f'run.dir={newest}, ' if newest else ''}or "
+            f"run.dir={folder} if it is that one all the same"
+        )
+
+
+def _model_of(folder: Path) -> str | None:
+    """None where there is no run, or one of another version."""
+    try:
+        return load(folder / CONFIG).model.name
+    except ConfigError:
+        return None
 
 
 def is_run(folders: Collection[str], files: Collection[str]) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import doctest
 import math
 import signal
+from traceback import format_exception
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mpipipe.cluster import ending
-from mpipipe.cluster.ending import SPEAK_FIRST_S, TO_GO_ON, TimeLimit, stop_signals
+from mpipipe.cluster.comm import Communicator
+from mpipipe.cluster.ending import SPEAK_FIRST_S, TO_GO_ON, TimeLimit, stop_signals, traceback_text
+from mpipipe.cluster.local import run_local
 from mpipipe.commands.supervise import MENDABLE
 from mpipipe.errors import DataError, RecoveryError, UnreadableError
+from mpipipe.state.files import parse_json
 
 
 class Clock:
@@ -30,6 +34,33 @@ def test_the_examples_in_its_documentation() -> None:
     found = doctest.testmod(ending)
     assert found.attempted >= 2
     assert found.failed == 0
+
+
+def user_s(comm: Communicator) -> None:
+    try:
+        int("seven")
+    except ValueError as error:
+        raise KeyError("row 7") from error
+
+
+def test_of_an_error_of_the_user_s_only_the_user_s_frames_are_shown() -> None:
+    with pytest.raises(KeyError) as caught:
+        run_local(1, user_s)
+    said = traceback_text(caught.value)
+    assert "mpipipe/cluster/local.py" not in said
+    assert [line.rpartition(" in ")[2] for line in said.splitlines() if line.startswith("  File")] == [
+        "user_s", "test_of_an_error_of_the_user_s_only_the_user_s_frames_are_shown", "user_s",
+    ]  # fmt: skip
+    assert said.startswith("(")
+    assert "frames of mpipipe and Python left out)\n" in said
+    assert said.endswith("KeyError: 'row 7'\nraised on rank 0 of 1")
+    assert "ValueError: invalid literal" in said
+
+
+def test_of_an_error_of_ours_every_frame_is_shown() -> None:
+    with pytest.raises(AttributeError) as caught:
+        parse_json(None)  # type: ignore[arg-type]
+    assert traceback_text(caught.value) == "".join(format_exception(caught.value)).rstrip()
 
 
 def test_without_any_limit_there_is_no_end() -> None:

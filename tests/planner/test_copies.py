@@ -261,6 +261,42 @@ def test_a_number_of_ranks_that_cannot_be_shared_names_those_that_can(
     check_groups(asked, 16)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "n_ranks", "n_groups", "words"),
+    [
+        (
+            "auto",
+            4,
+            3,
+            r"^8 stages, .* cut into 3 parts at most; .*; start at most 1 rank, or choose a schedule",
+        ),
+        ("auto", 3, 5, r"^6 stages, .* cut into 5 parts at most; .*; start at most 2 ranks, or choose a"),
+        (
+            "auto",
+            3,
+            1,
+            r"^6 stages, .* cut into 1 part at most; .*; choose a .* rank, and at most 1 rank, or",
+        ),
+        (
+            2,
+            4,
+            3,
+            r"^4 stages, .* cut into 3 parts at most; .*; start at most 2 ranks, 1 for each replica, or c",
+        ),
+    ],
+)
+def test_two_stages_on_each_rank_are_counted(
+    replicas: Replicas, n_ranks: int, n_groups: int, words: str
+) -> None:
+    blocks = 1 if replicas == "auto" else 4
+    copies = copies_of(replicas, numerics(16, blocks), n_ranks)
+    asked = Asked(numerics(16, blocks), (16,), ("zb-v",), 4, n_ranks, copies, uneven=replicas == "auto")
+    with pytest.raises(PlanError, match=words):
+        check_groups(asked, n_groups)
+    check_groups(asked, 2 * n_ranks)
+    check_groups(dataclasses.replace(asked, schedules=("1f1b", "zb-v")), n_ranks)
+
+
 def test_unlike_numbers_of_copies_share_ranks_that_equal_ones_cannot() -> None:
     """7 = 4 + 2 + 1, on three stages."""
     asked = Asked(numerics(16, 4), (16,), ("1f1b",), 4, 7, (1,), uneven=True)

@@ -105,6 +105,7 @@ def test_empty_cells_and_blanks_say_nothing():
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "each rank waits: rank 0 for 1B0", "0F0  [0B0]  0F1"),
         ("0F0,0I0,0F1,0I1,0W0,0W1\n1F0,1I0,1W0,1F1,1I1\n", "micro-batch 1 has F I", "1I1  [no 1W1]"),
         ("0F0,0F1\n1F0,1F1\n", "micro-batch 0 has F; it needs F and B", "0F1  [no 0B0]"),
+        ("0F0,0F1,0B0\n1F0,1I0,1W0,1F1,1I1,1W1\n", "micro-batch 1 has F; it needs F and B", "0B0  [no 0B1]"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1, micro-batch 0 has nothing", "[no 1F0]"),
     ],
 )  # fmt: skip

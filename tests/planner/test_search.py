@@ -43,6 +43,7 @@ def planned(costs: Costs, n_ranks: int, n_micro: int, schedule: str = "1f1b", ti
         ("1f1b", 4, 3, "; start at most 3 ranks, or train a model of more layers"),
         ("zb-v", 2, 3, "; start at most 1 rank, or choose a schedule with one stage on each rank, or train"),
         ("zb-v", 1, 1, "; choose a schedule with one stage on each rank, or train a model of more layers"),
+        ("zb-v", 4, 2, "; start at most 1 rank, or choose a .* on each rank, and at most 2 ranks, or"),
     ],
 )
 def test_more_stages_than_parts_of_the_model_are_refused_with_moves_that_help(schedule, ranks, groups, moves):

@@ -149,6 +149,17 @@ def test_progress_draws_a_bar_on_a_terminal_and_plain_lines_in_the_log(tmp_path:
     ]  # fmt: skip
 
 
+def test_a_narrow_terminal_cuts_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = Terminal()
+    with Progress(180, 10, tmp_path / "train.log", out) as progress:
+        progress.step(15, {"loss": 2.903, "lr": 0.0027, "grad_norm": 1.27, "step_s": 0.41, "tokens/s": 9e4})
+    *_, drawn = [line for line in out.getvalue().splitlines() if "15/180" in line]
+    assert "-:--:--" in drawn
+    assert "loss 2.903" in drawn
+    assert "…" in drawn
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (2.34567, "2.346"), (1234.56, "1235"), (3e-4, "0.0003"), (1.2345e-5, "1.23e-05"),

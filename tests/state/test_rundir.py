@@ -140,6 +140,22 @@ def test_the_run_to_continue_is_the_named_or_the_latest_one(tmp_path: Path) -> N
     assert reopen(parse(""), base) is None
 
 
+def test_the_latest_run_is_not_continued_as_one_of_another_model(tmp_path: Path) -> None:
+    mlp, gpt = parse("", overrides=["model.name=mlp", "data.name=synthetic"]), parse("")
+    latest = create(mlp, tmp_path, NOON)
+    make_latest(mlp, latest)
+    with pytest.raises(
+        ConfigError, match=f"{latest}, is one of the model mlp, not of gpt: .* resume, or run"
+    ):
+        reopen(gpt, tmp_path)
+    ours = create(parse("", overrides=["run.name=exp"]), tmp_path, NOON)
+    with pytest.raises(ConfigError, match=f"resume, run.dir={ours}, or run.dir={latest} if it is"):
+        reopen(gpt, tmp_path)
+    assert reopen(parse("", overrides=[f"run.dir={latest}"]), tmp_path) == latest
+    (latest / "config.yaml").write_text("of: another version")
+    assert reopen(gpt, tmp_path) == latest
+
+
 def test_settings_of_a_run_that_goes_on_replace_the_earlier_ones_which_stay(tmp_path: Path) -> None:
     def config(steps: int) -> Config:
         return parse("", overrides=[f"run.dir={tmp_path / 'a'}", f"train.steps={steps}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -92,13 +93,17 @@ def _out_of_place(schedule: Schedule, rank: int, kind: int, stage: int, micro: i
 
 
 def _lacking(schedule: Schedule, place: dict[Action, int], train: bool) -> Iterator[_Fault]:
-    split = any(action.kind in (Op.I, Op.W) for action in place)
+    whole = Counter(action.stage for action in place if action.kind == Op.B)
+    in_two = Counter(action.stage for action in place if action.kind == Op.I)
     for stage in range(schedule.n_stages):
+        split = in_two[stage] > whole[stage]  # as most of its backwards, one that lacks would be
+        if in_two[stage] == whole[stage]:  # it has none: as most of all
+            split = in_two.total() > whole.total()
         for micro in range(schedule.n_micro):
             kinds = {k for k in (Op.F, Op.B, Op.I, Op.W) if Action(k, stage, micro) in place}
             allowed: Sequence[set[Op]] = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if train else [{Op.F}]
             if kinds not in allowed:
-                have = " ".join(sorted(k.name for k in kinds)) or "nothing"
+                have = " ".join(k.name for k in sorted(kinds)) or "nothing"
                 text = f"stage {stage}, micro-batch {micro} has {have}; it needs " + (
                     "F and B, or F, I and W" if train else "F"
                 )
