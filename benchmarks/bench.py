@@ -83,8 +83,9 @@ def compare(
 def settings_of(
     case: Case, size: Size, sides: Sequence[str], prepared: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The best setting of each peer, and what each one that was tried took."""
+    """The best setting of each peer, and what each one that was tried took, as by turns."""
     chosen, tried = dict[str, str](), dict[str, Any]()
+    case = replace(case, keeps=True)
     for side in sides:
         if side == "compile":  # compiled for one only: as without the compiler
             chosen[side] = chosen.get("one_process", "micro")
@@ -125,7 +126,7 @@ def by_turns(
 
     def side(name: str) -> Side[Run]:
         def run(gate: str, steps: int) -> Run:
-            return run_of(replace(case, gate=gate, timeout_s=TIMEOUT_S), name, choices, steps)
+            return run_of(replace(case, gate=gate, keeps=True, timeout_s=TIMEOUT_S), name, choices, steps)
 
         return Side(1 if name in ALONE else case.ranks, run, ahead(name))
 

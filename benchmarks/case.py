@@ -29,6 +29,7 @@ class Case:
     folder: Path
     timeout_s: float
     gate: str = ""
+    keeps: bool = False  # of peers: glibc keeps what they free
     of_ours: tuple[str, ...] = ()
 
     def prepare(self) -> dict[str, Any]:
@@ -63,7 +64,8 @@ class Case:
 
     def _peers(self, side: str, steps: int, *more: str) -> dict[str, Any]:
         where = ["--folder", str(self.folder), "--ranks", str(self.ranks), "--timeout", str(self.timeout_s)]
-        arguments = [side, config_of(self.model), *self._overrides(steps), *where, *more]
+        keep = ["--keep"] if self.keeps else []
+        arguments = [side, config_of(self.model), *self._overrides(steps), *where, *keep, *more]
         text = run([sys.executable, "-m", "benchmarks.peers", *arguments], gate=self.gate)
         found: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
         return found

@@ -229,6 +229,7 @@ class FakeCase:
     ranks: int = 2
     gemm: str = "mkl"
     gate: str = ""
+    keeps: bool = False
     timeout_s: float = 1.0
 
     def prepare(self) -> dict[str, Any]:
@@ -241,6 +242,7 @@ class FakeCase:
         return self._run(steps, 0.8 if "train.bits=fast" in keys else 1.5)
 
     def peer(self, side: str, choice: str, steps: int) -> dict[str, Any]:
+        assert self.keeps or not self.gate
         return self._run(steps, 2.5 if side == "1f1b" else 4.0)
 
     def _run(self, steps: int, step_s: float) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def run(a: argparse.Namespace, folder: Path) -> str:
     where = ["--ranks", str(a.ranks), "--folder", str(folder)]
     chosen = ["--choice", a.choice or best, "--update", update]
     try:
-        return spawn([a.side, a.config, *a.overrides, *where, *chosen], processes, a.timeout)
+        return spawn([a.side, a.config, *a.overrides, *where, *chosen], processes, a.timeout, a.keep)
     except Failed as error:
         return json.dumps({"failed": str(error)})
 
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--choice", default="", help="a split such as 4,4, or micro, or whole")
     parser.add_argument("--update", choices=("fused", "loop"), help="the optimizer's form; else the faster")
     parser.add_argument("--folder", default="", help="where `prepare` was; else it is done now")
+    parser.add_argument("--keep", action="store_true", help="glibc keeps what is freed")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a run")
     a = parser.parse_args(argv)
     if "RANK" in os.environ:  # this process is one rank

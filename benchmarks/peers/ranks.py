@@ -13,11 +13,10 @@ from contextlib import ExitStack
 from typing import IO
 
 from benchmarks.common import ROOT, environment
-from benchmarks.turns import GATE
 
 REASON_CHARACTERS = 400
-# By turns glibc keeps what is freed: the host of a virtual machine may take free pages back while a side
-# waits, and a step that gets them anew takes up to 1.8 times as long.
+# With it glibc keeps what is freed: the host of a virtual machine may take free pages back, as while a side
+# waits for its turn, and a step that gets them anew takes up to 1.8 times as long.
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -25,16 +24,16 @@ class Failed(Exception):
     """A peer came to no end; the message is the reason, in one line."""
 
 
-def spawn(arguments: Sequence[str], ranks: int, timeout_s: float) -> str:
-    """The last line that rank 0 of `python -m benchmarks.peers` prints. Raises Failed, with the reason of the
-    rank that failed first."""
+def spawn(arguments: Sequence[str], ranks: int, timeout_s: float, keep: bool = False) -> str:
+    """The last line that rank 0 of `python -m benchmarks.peers` prints. keep: what glibc frees. Raises
+    Failed, with the reason of the rank that failed first."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     env = environment() | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    env |= KEEP if env.get(GATE) else {}
+    env |= KEEP if keep else {}
     command = [sys.executable, "-m", "benchmarks.peers", *arguments]
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
