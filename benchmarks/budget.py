@@ -19,17 +19,19 @@ CONTENDERS = 3  # of the peers, as a guess: those that are
 class Size:
     turns: int  # steps of each side by turns, at most
     steps: int  # optimizer steps of a run alone; the first is not counted
-    search_steps: int  # of each run that finds a peer's best setting
+    search_steps: (
+        int  # of each run that finds a peer's best setting; the first is not counted, the second may be slow
+    )
     candidates: int  # splits of a schedule that are run; 1: the best by the layers' times, without a run
     step_s: float  # a step on two cores at about 100 GF/s each; for the estimate alone
 
 
 SIZES = {
-    "gpt10m": Size(turns=10, steps=3, search_steps=2, candidates=2, step_s=2.4),
-    "gpt85m": Size(turns=4, steps=2, search_steps=2, candidates=1, step_s=11.5),
-    "vgg": Size(turns=8, steps=3, search_steps=2, candidates=2, step_s=2.8),
+    "gpt10m": Size(turns=10, steps=3, search_steps=3, candidates=2, step_s=2.4),
+    "gpt85m": Size(turns=4, steps=2, search_steps=4, candidates=1, step_s=9.0),
+    "vgg": Size(turns=8, steps=3, search_steps=3, candidates=2, step_s=2.8),
 }
-OTHER = Size(turns=12, steps=3, search_steps=2, candidates=2, step_s=3.0)  # any other example
+OTHER = Size(turns=12, steps=3, search_steps=3, candidates=2, step_s=3.0)  # any other example
 
 
 def estimate_s(size: Size, sides: Sequence[str]) -> float:
