@@ -19,9 +19,7 @@ CONTENDERS = 3  # of the peers, as a guess: those that are
 class Size:
     turns: int  # steps of each side by turns, at most
     steps: int  # optimizer steps of a run alone; the first is not counted
-    search_steps: (
-        int  # of each run that finds a peer's best setting; the first is not counted, the second may be slow
-    )
+    search_steps: int  # of each run that finds a peer's best setting; the second may be slow, too
     candidates: int  # splits of a schedule that are run; 1: the best by the layers' times, without a run
     step_s: float  # a step on two cores at about 100 GF/s each; for the estimate alone
 
