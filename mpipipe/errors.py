@@ -2,7 +2,8 @@
 
 Each message names the place, both values, and the next move (house rule). `train.py` prints a
 `MpipipeError` without a traceback, on one rank, and ends the whole job with a non-zero exit;
-any other exception is a defect and keeps its traceback.
+any other exception is a defect, of ours or of code of the user's, and keeps its traceback
+(`cluster.ending.traceback_text`).
 """
 
 from __future__ import annotations

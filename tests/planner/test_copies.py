@@ -264,27 +264,15 @@ def test_a_number_of_ranks_that_cannot_be_shared_names_those_that_can(
 @pytest.mark.parametrize(
     ("replicas", "n_ranks", "n_groups", "words"),
     [
-        (
-            "auto",
-            4,
-            3,
-            r"^8 stages, .* cut into 3 parts at most; .*; start at most 1 rank, or choose a schedule",
-        ),
+        ("auto", 4, 3, r"^8 stages, .* cut into 3 parts at most; .*; start at most 1 rank, "
+                       r"or choose a schedule"),
         ("auto", 3, 5, r"^6 stages, .* cut into 5 parts at most; .*; start at most 2 ranks, or choose a"),
-        (
-            "auto",
-            3,
-            1,
-            r"^6 stages, .* cut into 1 part at most; .*; choose a .* rank, and at most 1 rank, or",
-        ),
-        (
-            2,
-            4,
-            3,
-            r"^4 stages, .* cut into 3 parts at most; .*; start at most 2 ranks, 1 for each replica, or c",
-        ),
+        ("auto", 3, 1, r"^6 stages, .* cut into 1 part at most; .*; choose a .* rank, "
+                       r"and at most 1 rank, or"),
+        (2, 4, 3, r"^4 stages, .* cut into 3 parts at most; .*; start at most 2 ranks, "
+                  r"1 for each replica, or c"),
     ],
-)
+)  # fmt: skip
 def test_two_stages_on_each_rank_are_counted(
     replicas: Replicas, n_ranks: int, n_groups: int, words: str
 ) -> None:

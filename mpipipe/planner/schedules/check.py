@@ -93,12 +93,7 @@ def _out_of_place(schedule: Schedule, rank: int, kind: int, stage: int, micro: i
 
 
 def _lacking(schedule: Schedule, place: dict[Action, int], train: bool) -> Iterator[_Fault]:
-    whole = Counter(action.stage for action in place if action.kind == Op.B)
-    in_two = Counter(action.stage for action in place if action.kind == Op.I)
     for stage in range(schedule.n_stages):
-        split = in_two[stage] > whole[stage]  # as most of its backwards, one that lacks would be
-        if in_two[stage] == whole[stage]:  # it has none: as most of all
-            split = in_two.total() > whole.total()
         for micro in range(schedule.n_micro):
             kinds = {k for k in (Op.F, Op.B, Op.I, Op.W) if Action(k, stage, micro) in place}
             allowed: Sequence[set[Op]] = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if train else [{Op.F}]
@@ -107,13 +102,22 @@ def _lacking(schedule: Schedule, place: dict[Action, int], train: bool) -> Itera
                 text = f"stage {stage}, micro-batch {micro} has {have}; it needs " + (
                     "F and B, or F, I and W" if train else "F"
                 )
-                wished = allowed[-1] if kinds & {Op.I, Op.W} or (split and Op.B not in kinds) else allowed[0]
+                in_two = kinds & {Op.I, Op.W} or (Op.B not in kinds and _mostly_in_two(place, stage))
+                wished = allowed[-1] if in_two else allowed[0]
                 rank = schedule.rank_of_stage[stage]
                 if wished - kinds:
                     lacking = Action(min(wished - kinds), stage, micro)
                     yield _Fault(rank, len(schedule.codes[rank]), text, lacking)
                 else:
                     yield _Fault(rank, place[Action(max(kinds - wished), stage, micro)], text)
+
+
+def _mostly_in_two(place: dict[Action, int], stage: int) -> bool:
+    """Whether most backwards of a stage are in two; where it has as many of both, most of all."""
+    more = Counter[int]()
+    for action in place:
+        more[action.stage] += (action.kind == Op.I) - (action.kind == Op.B)
+    return (more[stage] or more.total()) > 0
 
 
 def _descending(schedule: Schedule, place: dict[Action, int]) -> Iterator[_Fault]:
